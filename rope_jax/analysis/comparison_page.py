@@ -230,10 +230,10 @@ def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[str]:
 
 def _runs(runs: Sequence[RunResults]) -> list[str]:
     """The runs and the protocols of their evaluation."""
-    models = [(run.config.model.name, run.config.model.position) for run in runs]
     rows = [
-        (run.workdir.name, *model, str(run.config.seed), f"{run.step:,}")
-        for run, model in zip(runs, models, strict=True)
+        (run.workdir.name, model.name, model.position, str(run.config.seed), f"{run.step:,}")
+        for run in runs
+        for model in [run.config.model]
     ]
     protocols = dict.fromkeys(row["protocol"] for run in runs for row in run.rows)
     header = ("workdir", "model", "position", "seed", "step")

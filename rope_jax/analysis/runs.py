@@ -12,8 +12,7 @@ from rope_jax.evaluate.results import Row, score_name
 from rope_jax.models.registry import find_model
 from rope_jax.names import plugins
 from rope_jax.system.files import read_json
-from rope_jax.tasks import seeds
-from rope_jax.training.metrics import read_metrics
+from rope_jax.training.metrics import metrics_of, read_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +78,11 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
     return [
         RunResults(
             workdir,
-            seeds.single(config, seed),
+            dataclasses.replace(config, seed=seed, seeds=1),
             step,
             [row for row in rows if row.get("seed", seed) == seed],
             [row for row in others if row["asked"].get("seed", config.seed) == seed],
-            [seeds.metrics_of(line, seed) for line in metrics],
+            [metrics_of(line, seed) for line in metrics],
         )
         for seed in config.all_seeds
     ]
@@ -105,9 +104,18 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
         raise ValueError(
             f"{here} was evaluated by {one} and {there} by {other}: compare runs of one task"
         )
+    shared = operator.attrgetter(
+        *(
+            name
+            for name, field in settings().items()
+            if name.startswith("eval.")
+            or name == "data.path"
+            or (name != "seed" and not field.metadata["resumable"])
+        )
+    )
     alike: dict[tuple, list[RunResults]] = {}
     for run in runs:
-        group = alike.setdefault(_shared(run.config), [])
+        group = alike.setdefault(shared(run.config), [])
         if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
             raise ValueError(
                 f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
@@ -123,17 +131,6 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
         labels = (label, f"{label} ({workdir.name})", f"{label} ({workdir})")
         groups[next(label for label in labels if label not in groups)] = group
     return groups
-
-
-def _shared(config: Config) -> tuple:
-    """The values of the settings in which the runs of one group agree."""
-    return tuple(
-        operator.attrgetter(name)(config)
-        for name, field in settings().items()
-        if name.startswith("eval.")
-        or name == "data.path"
-        or (name != "seed" and not field.metadata["resumable"])
-    )
 
 
 def rows_by_size(runs: Sequence[RunResults]) -> dict[Size, dict[int, Row]]:

@@ -58,7 +58,28 @@ def command() -> None:
     asked, config = parse(None)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
     with ended_at_once():
-        _train(asked, config)
+        with exit_statuses(str(asked.workdir), distributed=asked.distributed):
+            keep_compiled()
+            if asked.distributed:
+                with blame("--distributed"):
+                    join(asked.heartbeat, asked.join_timeout)
+                if share()[0] > 0:  # the first process prints; all print warnings and errors
+                    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            with blame("JAX_PLATFORMS"):
+                start_devices()
+            with blame("--distributed"):
+                require_equal_devices()
+            action = {"train": run.train, "evaluate": run.evaluate_newest}[asked.mode]
+            action(
+                config,
+                asked.workdir,
+                strict_restore=asked.strict_restore,
+                resume_override=items(asked.resume_override),
+            )
+            if asked.mode == "train" and (following := next_command(config, asked.workdir)):
+                print(f"try next: {following}")
+        if asked.distributed:
+            jax.distributed.shutdown()  # once all have come here
 
 
 def parse(words: list[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -112,31 +133,6 @@ def parse(words: list[str] | None) -> tuple[argparse.Namespace, Config]:
     with parser.one_line_errors():
         config = resolve(load_recipe(asked.config, settings))
         return asked, dataclasses.replace(config, plugins=(*config.plugins, *asked.plugins))
-
-
-def _train(asked: argparse.Namespace, config: Config) -> None:
-    with exit_statuses(str(asked.workdir), distributed=asked.distributed):
-        keep_compiled()
-        if asked.distributed:
-            with blame("--distributed"):
-                join(asked.heartbeat, asked.join_timeout)
-            if share()[0] > 0:  # the first process prints; all print warnings and errors
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        with blame("JAX_PLATFORMS"):
-            start_devices()
-        with blame("--distributed"):
-            require_equal_devices()
-        action = {"train": run.train, "evaluate": run.evaluate_newest}[asked.mode]
-        action(
-            config,
-            asked.workdir,
-            strict_restore=asked.strict_restore,
-            resume_override=items(asked.resume_override),
-        )
-        if asked.mode == "train" and (following := next_command(config, asked.workdir)):
-            print(f"try next: {following}")
-    if asked.distributed:
-        jax.distributed.shutdown()  # once all have come here
 
 
 def next_command(config: Config, workdir: pathlib.Path) -> str | None:

@@ -1,7 +1,7 @@
 """The examples of the training stream and of an evaluation, as pure functions of their position."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -87,11 +87,28 @@ class Training:
     def ids(self, step: int) -> Ids:
         """Epochs and indices of the batch of a step, of all shards: see `batch_examples`.
 
-        Where images differ in size, those of a batch are all portrait or all landscape.
+        Where images differ in size, those of a batch are all portrait or all landscape after the
+        crop, except in one batch of each block of 64: so canvases are small. A block has the images
+        that it would have without, landscape ones before portrait ones in the order of the stream;
+        then its batches are shuffled. detectron2 does so with the images of each GPU, by their size
+        before the crop.
         """
         if self.images.one_size:
             return self.in_order(step)
-        return AspectBatches(self).batch(step)
+        size = max(1, min(_TOGETHER, len(self.images.labels) // self.batch_size))
+        epochs, indices = self._block(step // size, size)
+        return epochs[step % size], indices[step % size]
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def _block(self, block: int, size: int) -> Ids:
+        """Epochs and indices of `size` batches of images that differ in size, [size, B] each."""
+        steps = range(block * size, (block + 1) * size)
+        epochs, indices = map(np.concatenate, zip(*map(self.in_order, steps), strict=True))
+        rows, columns = self.extents(epochs, indices).T
+        order = np.argsort(rows > columns, kind="stable").reshape(size, -1)
+        draws = epoch_draws(self.seed, block, size, "batches")
+        order = order[np.argsort(draws, kind="stable")]
+        return epochs[order], indices[order]
 
     def part(self, step: int) -> Ids:
         """This shard's part of `ids`."""
@@ -116,11 +133,11 @@ class Training:
         return self.images.extents(indices % len(self.images.labels), crop, draws)
 
     def draws(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
-        """The augmentations with their draws for some examples."""
+        """The augmentations with their draws for some examples (`rope_jax.data.draws`)."""
         total = len(self.images.labels) * self.repeats
         return [
-            (one, example_draws(self.seed, epochs, indices, total, stream))
-            for stream, one in named_streams(self.augmentations)
+            (one, example_draws(self.seed, epochs, indices, total, f"{number} {one.name}"))
+            for number, one in enumerate(self.augmentations)
         ]
 
     def _crop_first(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
@@ -158,40 +175,6 @@ class Training:
         return batch
 
 
-@dataclass(frozen=True)
-class AspectBatches:
-    """Batches of portrait or of landscape images alone, but for one in each block of 64.
-
-    So canvases are small. A block has the images that it would have without, landscape ones before
-    portrait ones in the order of the stream; then its batches are shuffled. What counts is the size
-    after the crop. detectron2 does so with the images of each GPU, by their size before the crop.
-
-    Attributes:
-        stream: whose batches they replace.
-    """
-
-    stream: Training
-
-    def batch(self, step: int) -> Ids:
-        """Epochs and indices of the batch of a step, of all shards."""
-        images, batch_size = self.stream.images, self.stream.batch_size
-        size = max(1, min(_TOGETHER, len(images.labels) // batch_size))
-        epochs, indices = self._block(step // size, size)
-        return epochs[step % size], indices[step % size]
-
-    @functools.lru_cache(maxsize=4)  # noqa: B019
-    def _block(self, block: int, size: int) -> Ids:
-        """Epochs and indices of `size` batches, [size, B] each."""
-        steps = range(block * size, (block + 1) * size)
-        parts = zip(*map(self.stream.in_order, steps), strict=True)
-        epochs, indices = map(np.concatenate, parts)
-        rows, columns = self.stream.extents(epochs, indices).T
-        order = np.argsort(rows > columns, kind="stable").reshape(size, -1)
-        draws = epoch_draws(self.stream.seed, block, size, "batches")
-        order = order[np.argsort(draws, kind="stable")]
-        return epochs[order], indices[order]
-
-
 def batch_ids(
     images: Images | Streamed,
     step: int,
@@ -205,14 +188,6 @@ def batch_ids(
     make = Training(images, batch_size, seed, parse_loader(augment), repeats)
     _, indices = make.ids(step)
     return (indices % len(images.labels)).tolist()
-
-
-def named_streams(
-    augmentations: tuple[Augmentation, ...],
-) -> Iterator[tuple[str, Augmentation]]:
-    """The loader's augmentations with the streams of their draws (`rope_jax.data.draws`)."""
-    for number, one in enumerate(augmentations):
-        yield f"{number} {one.name}", one
 
 
 def loader_of(augment: str, images: Images | Streamed) -> tuple[Augmentation, ...]:
@@ -271,7 +246,7 @@ def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[S
 
 
 def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
-    """Reads all labels of pixels that are files, and warns of boxes that are odd.
+    """Reads all labels of pixels that are files, and warns of what is odd: see `Source.remarks`.
 
     Args:
         images: of any kind.

@@ -18,7 +18,7 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
 
     Returns:
         `name`, `split`, `images`, `classes`, `empty_classes` (names), `bad` (`example`, `name` and
-        `reason` of each image that cannot be read or decoded), `remarks` (sentences about labels),
+        `reason` of each image that cannot be read or decoded), `remarks` (see `Source.remarks`),
         and for packed sets `damaged` (files with a wrong checksum).
     """
     count = len(source.labels)

@@ -6,7 +6,7 @@ from rope_jax.evaluate.accuracy import (
     draw_predictions,
     evaluate_state,
     planned_rows,
-    protocol,
+    protocols,
     resolutions,
 )
 from rope_jax.evaluate.results import (
@@ -31,7 +31,7 @@ __all__ = [
     "evaluate_state",
     "main_score",
     "planned_rows",
-    "protocol",
+    "protocols",
     "read_evaluations",
     "read_results",
     "resolutions",

@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from rope_jax import data
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.config.settings import EvalConfig
 from rope_jax.evaluate.results import Row
@@ -33,23 +32,6 @@ def resolutions(config: Config) -> list[tuple[int, int]]:
     [(8, 8), (12, 12), (8, 12)]
     """
     return list(dict.fromkeys((image_pair(config.data.image_size), *config.eval.sizes)))
-
-
-def protocol(
-    images: data.Images | data.Streamed, config: Config, windows: str | None = None
-) -> str:
-    """A description of the resizing of test images, of windows and of the evaluated weights.
-
-    >>> protocol(data.load("digits", split="test"), Config())
-    'whole image, ...; weights of the last step'
-
-    Args:
-        images: the test split.
-        config: of the run.
-        windows: `Backbone.window_rule` of the model.
-    """
-    parts = (images.protocol, windows, rotation_rule(config.eval), weights_rule(config.averaged))
-    return "; ".join(filter(None, parts))
 
 
 def rotation_rule(options: EvalConfig) -> str | None:
@@ -75,16 +57,18 @@ def rules(options: EvalConfig) -> dict[str, Any]:
 def protocols(setup: Setup) -> dict[str, Config]:
     """The protocols of a run's evaluation, each with the config for it.
 
+    A protocol describes the resizing of test images, windows, rotations and the evaluated weights.
     There is one for each crop, unless the images are in memory, where crops make no difference.
     """
     found: dict[str, Config] = {}
     options = setup.config.eval
+    shared = (setup.windows, rotation_rule(options), weights_rule(setup.config.averaged))
     for frame in (options.frame, *options.frames):
         config = dataclasses.replace(setup.config, eval=dataclasses.replace(options, frame=frame))
         images = setup.held_out
         if frame != options.frame and not images.in_memory:
             images = dataclasses.replace(images, crop=frame)
-        found.setdefault(protocol(images, config, setup.windows), config)
+        found.setdefault("; ".join(filter(None, (images.protocol, *shared))), config)
     return found
 
 

@@ -70,7 +70,8 @@ class Evaluation:
             crop = self.preprocessing.crop_notation
             images = self.task.open(dataset, folder, self.size, crop)
         size = None if self.asked["resolutions"] is None else self.size
-        return images if images.one_size else self.task.framed(images, size, self.config)
+        frame = self.config and self.config.eval.frame
+        return images if images.one_size else self.task.framed(images, size, frame)
 
     def recorded(self, about: Mapping[str, Any], out: pathlib.Path) -> Row:
         """The row of this evaluation: from a file of rows, or evaluated and added to it.

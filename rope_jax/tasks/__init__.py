@@ -19,8 +19,8 @@ An `Evaluator` calls
 `python -m rope_jax.evaluate` calls
 
 - `open(dataset, folder, size, crop)`: the images of one of `sets`, the task's names for --dataset.
-- `framed(images, size, config)`, of images that differ in size: these, or the test split of a run
-  with this config, as they are evaluated; `size` is the one that is asked for, or None.
+- `framed(images, size, frame)`, of images that differ in size: these as they are evaluated; `size`
+  is the one that is asked for, or None, and `frame` that of the run's own evaluation, or None.
 - `identity(images, folder, model, preprocessing, asked)`: what identifies a row, next to the
   settings of all tasks. `asked` has the arguments that are for the task alone (`flags`).
 - `evaluate(evaluator, model, images, pictures, asked)`: a row, and what was predicted for the

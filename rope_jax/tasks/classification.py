@@ -114,7 +114,7 @@ class Classification:
     ) -> Batch:
         """Augments, normalises and mixes images; `key` is for mixing."""
         augment, m = split_augment(config.data.augment), config.mix
-        batch = augmented(batch, config, seed=seed)
+        batch = augmented(batch, config.data, seed=seed)
         images, labels = batch["image"], batch["label"]
         others, share = labels, 1.0
 

@@ -81,20 +81,29 @@ class Detection:
         self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
     ) -> Batch:
         """Augments and normalises images, and scales their boxes; `key` is not used."""
-        batch = augmented(batch, config, seed=seed)
+        batch = augmented(batch, config.data, seed=seed)
         extent, label = batch["extent"], batch["label"]
         share = jnp.full(len(label), len(label) / jnp.maximum((label >= 0).sum(), 1), jnp.float32)
         boxes = scaled_boxes(batch["boxes"], extent)
-        own = {"extent": extent, "boxes": boxes, "label": label, "share": share}
-        return {"image": batch["image"]} | own
+        return {
+            "image": batch["image"],
+            "extent": extent,
+            "boxes": boxes,
+            "label": label,
+            "share": share,
+        }
 
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The training loss of the model's head, and the share of boxes that are found."""
-        targets = Targets(batch["boxes"], batch["label"])
-        given = {"extent": batch["extent"], "targets": targets}
-        found = model.predict(batch["image"], **given, train=True, key=key)
+        found = model.predict(
+            batch["image"],
+            extent=batch["extent"],
+            targets=Targets(batch["boxes"], batch["label"]),
+            train=True,
+            key=key,
+        )
         return model.head.loss(found, batch)
 
     def count(self, outputs: Any, batch: Batch, images: Images | Streamed) -> dict[str, Array]:
@@ -113,8 +122,13 @@ class Detection:
         corners = outputs.boxes.reshape(*outputs.boxes.shape[:2], 2, 2)
         corners = corners * (ends / batch["extent"][:, None, ::-1])[:, :, None]
         boxes = jnp.clip(corners, 0, ends[:, :, None]).reshape(outputs.boxes.shape)
-        own = {"boxes": boxes, "scores": outputs.scores, "classes": outputs.classes}
-        return own | {"index": batch["index"], "mask": batch["mask"]}
+        return {
+            "boxes": boxes,
+            "scores": outputs.scores,
+            "classes": outputs.classes,
+            "index": batch["index"],
+            "mask": batch["mask"],
+        }
 
     def scores(
         self, parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
@@ -134,14 +148,14 @@ class Detection:
         return load(dataset, folder, "test", size)
 
     def framed(
-        self, images: Images | Streamed, size: tuple[int, int] | None, config: Config | None
+        self, images: Images | Streamed, size: tuple[int, int] | None, frame: str | None
     ) -> Images | Streamed:
         """Images fit into the size that is asked for, into the frame of the run's own evaluation,
         or into that of the set."""
         if size is not None:
             return dataclasses.replace(images, crop=f"fit(short={min(size)},long={max(size)})")
-        if config is not None and self.labels.serves(parse_crop(config.eval.frame).entry):
-            return dataclasses.replace(images, crop=config.eval.frame)
+        if frame is not None and self.labels.serves(parse_crop(frame).entry):
+            return dataclasses.replace(images, crop=frame)
         return dataclasses.replace(images, size=_sides(images.crop))
 
     def identity(

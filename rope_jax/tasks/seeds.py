@@ -112,14 +112,3 @@ def summary(metrics: dict[str, np.ndarray], seeds: range) -> dict[str, float]:
             for seed, value in zip(seeds, metrics[name], strict=True):
                 numbers[f"{name}_seed{seed}"] = float(value)
     return numbers
-
-
-def metrics_of(line: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A line of `metrics.jsonl` as the run of one seed alone would have written it."""
-    own = {
-        name: line[f"{name}_seed{seed}"]
-        for name in ("loss", "accuracy")
-        if f"{name}_seed{seed}" in line
-    }
-    shared = {name: v for name, v in line.items() if "_seed" not in name and name != "loss_std"}
-    return shared | own

@@ -59,7 +59,7 @@ class Segmentation:
         self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
     ) -> Batch:
         """Augments and normalises images; `key` is not used."""
-        batch = augmented(batch, config, seed=seed)
+        batch = augmented(batch, config.data, seed=seed)
         return {"image": batch["image"], "label": batch["label"]}
 
     def loss(

@@ -81,6 +81,16 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     return [line for line in _read_lines(path) if "event" not in line]
 
 
+def metrics_of(line: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A line of a run of several seeds, as the run of one of them alone would have written it."""
+    own = f"_seed{seed}"  # these take the places of the means, which come first
+    return {
+        name.removesuffix(own): value
+        for name, value in line.items()
+        if name.endswith(own) or ("_seed" not in name and name != "loss_std")
+    }
+
+
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     """The events of a `metrics.jsonl`: starts, saves, skipped steps, profiles, stops."""
     return [line for line in _read_lines(path) if "event" in line]
@@ -205,8 +215,8 @@ def progress_line(step: int, total: int, values: dict[str, float]) -> str:
         f"step {step:>{len(str(total))}}/{total}",
         f"loss {values['loss']:.4f}{spread}",
         f"accuracy {values['accuracy']:.3f}",
+        f"lr {values['learning_rate']:.2e}",
     ]
-    parts.append(f"lr {values['learning_rate']:.2e}")
     if "images_per_second" in values:
         minutes, seconds = divmod(round(values["eta_seconds"]), 60)
         left = (

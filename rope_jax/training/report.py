@@ -109,14 +109,13 @@ class Reporter:
         numbers = seeds.summary(values, config.all_seeds) | speed
         self._writer.write(step, numbers)
         print(progress_line(step, total, numbers), flush=True)
-        if speed.get("data_wait", 0.0) > SLOW_DATA and not self._setup.images.in_memory:
+        slow = speed.get("data_wait", 0.0) > SLOW_DATA and not self._setup.images.in_memory
+        if slow and not self._told_to_read_faster:
+            self._told_to_read_faster = True
             self._tell_to_read_faster()
 
     def _tell_to_read_faster(self) -> None:
-        """Prints once what makes images come sooner."""
-        if self._told_to_read_faster:
-            return
-        self._told_to_read_faster = True
+        """Prints what makes images come sooner."""
         used, most = data.worker_count(self._setup.config.data.workers), cores()
         print(
             f"the steps wait for images, which {used or 'no'} worker processes decode on {most} "

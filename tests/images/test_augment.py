@@ -3,7 +3,6 @@ import pytest
 
 from rope_jax.data import Images, batches, draws, split_augment
 from rope_jax.data.draws import epoch_draws, example_draws
-from rope_jax.data.examples import named_streams
 from rope_jax.data.images.augment import Augmentation, AugmentSplit, parse_crop, parse_loader
 from rope_jax.data.images.crops import pad_and_crop
 
@@ -16,8 +15,8 @@ IDS = np.arange(N)
 
 def augment(images, ids, text, *, seed, epoch):
     """The loader's augmentations of some examples of an epoch."""
-    for stream, one in named_streams(parse_loader(text)):
-        images = one(images, epoch_draws(seed, epoch, N, stream)[ids])
+    for number, one in enumerate(parse_loader(text)):
+        images = one(images, epoch_draws(seed, epoch, N, f"{number} {one.name}")[ids])
     return images
 
 

@@ -269,6 +269,10 @@ def test_other_tags_of_tiff_do_not_matter(order):
     [
         (tiff({322: (4, 1, 40_000), 323: (4, 1, 40_000)}), "tiles of 1,600,000,000 pixels"),
         (tiff({273: (4, 1_000_000, 8)}) + bytes(4_000_000), "unknown data organization"),
+        *(
+            (b"II*\0" + bytes([k, 0, 0, 0]) + tiff({})[8:], "cannot be decoded")
+            for k in range(1, 8)
+        ),
         (encode(picture("L").convert("F"), "TIFF"), "12 or 32 bits"),
         (encode(picture("L").convert("I"), "TIFF"), "12 or 32 bits"),
     ],

@@ -234,9 +234,10 @@ def _open_tiff(data: bytes) -> TiffImageFile:
         if tag in _PIXEL_TAGS and int.from_bytes(entry[4:8], order) <= _MAX_VALUES
     ]
     directory = b"".join([len(kept).to_bytes(2, order), *kept, bytes(4)])
-    start = int.from_bytes(data[4:8], order)  # of a longer directory
-    rest = data[start + len(directory) :]
-    image = TiffImageFile(io.BytesIO(data[:start] + directory + rest))
+    # In the place of a longer one, but not in that of the header, which must lead to this one.
+    start = max(8, int.from_bytes(data[4:8], order))
+    header, rest = data[:4] + start.to_bytes(4, order), data[start + len(directory) :]
+    image = TiffImageFile(io.BytesIO(b"".join([header, data[8:start], directory, rest])))
     tags = image.tag_v2
     if image.mode in ("I", "F") or 12 in tags.get(258, ()):
         raise ValueError("its values are of 12 or 32 bits, or signed: store 8 or 16 bits")

@@ -106,8 +106,8 @@ class Folder(Files):
 
     def remarks(self) -> list[str]:
         others, about = self.about["others"], f"{self.name}, {self.split} split"
-        left_out = f"without the ending of an image ({', '.join(ENDINGS)}) are left out, the first"
-        return [f"{about}: {len(others)} files {left_out} is {others[0]}"] if others else []
+        left_out = f"files left out, as they lack the ending of an image ({', '.join(ENDINGS)})"
+        return [f"{about}: {left_out}: {len(others)}, first {others[0]}"] if others else []
 
 
 def listed(folder: Path, *, folders: bool) -> list[str]:

@@ -121,7 +121,7 @@ class Source(abc.ABC):
         return []
 
     def remarks(self) -> list[str]:
-        """What is odd about the labels, and what is done about it, in sentences."""
+        """What is odd about the files or labels, and what is done about it, in sentences."""
         return []
 
     def array(self, name: str) -> np.ndarray:
