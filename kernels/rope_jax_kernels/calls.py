@@ -32,9 +32,10 @@ def call(
     if mesh.explicit_axes:  # in whose types neither kernels nor all reshapes can be written
         is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
         arrays = {x: y for x, y in arguments.items() if all(map(is_array, jax.tree.leaves(y)))}
-        how = {"implementation": implementation, "kernels_pay": kernels_pay}
         return jax.sharding.auto_axes(
-            lambda arrays: call(op, arguments | arrays, **how),
+            lambda arrays: call(
+                op, arguments | arrays, implementation=implementation, kernels_pay=kernels_pay
+            ),
             axes=mesh.explicit_axes,
             out_sharding=_shardings(op, [x.spec for x in types], mesh),
         )(arrays)
