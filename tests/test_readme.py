@@ -32,7 +32,7 @@ def test_the_python_of_the_readme_runs(code):
         for page in ("models.md", "finetuning.md", "own_loop.md")
         for code in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
     ],
-    ids=["maps", "load", "save", "fine-tune", "loop"],
+    ids=["maps", "load", "save", "fine-tune", "loop", "devices"],
 )
 def test_the_python_of_the_pages_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import dispatch
-from rope_jax_kernels.rotation import Rotation
 from rope_jax_kernels.tuning.choices import choose
 from rope_jax_kernels.tuning.record import note
 
@@ -27,16 +26,18 @@ def call(
     Raises:
         ValueError: the name is unknown, or the named implementation refuses the call.
     """
-    context, data = jax.sharding.get_abstract_mesh(), dispatch.data_of(arguments)
-    mesh = jax.typeof(next(iter(data.values()))).sharding.mesh if context.empty else context
+    context, data = jax.sharding.get_abstract_mesh(), [*dispatch.data_of(arguments).values()]
+    types = [jax.typeof(x).sharding for x in jax.tree.leaves(data)]
+    mesh = types[0].mesh if context.empty else context
     if mesh.explicit_axes:  # in whose types neither kernels nor all reshapes can be written
-        kinds = jax.Array | np.ndarray | Rotation
-        arrays = {name: value for name, value in arguments.items() if isinstance(value, kinds)}
-        how = {"implementation": implementation, "kernels_pay": kernels_pay}
+        is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+        arrays = {x: y for x, y in arguments.items() if all(map(is_array, jax.tree.leaves(y)))}
         return jax.sharding.auto_axes(
-            lambda arrays: call(op, arguments | arrays, **how),
+            lambda arrays: call(
+                op, arguments | arrays, implementation=implementation, kernels_pay=kernels_pay
+            ),
             axes=mesh.explicit_axes,
-            out_sharding=_shardings(op, data, mesh),
+            out_sharding=_shardings(op, [x.spec for x in types], mesh),
         )(arrays)
     if implementation is not None:
         return dispatch.run_named(op, implementation, arguments)
@@ -47,9 +48,8 @@ def call(
     return dispatch.run_by_platform(op, choice.implementation, arguments, choice.tile)
 
 
-def _shardings(op: str, data: dict[str, jax.Array], mesh: AbstractMesh) -> Any:
+def _shardings(op: str, specs: list[P], mesh: AbstractMesh) -> Any:
     """The shardings of the results of an operation, those of its data."""
-    specs = [jax.typeof(x).sharding.spec for x in data.values()]
     if op == "attention_qkv":
         specs = [(*specs[0][:-3], *specs[0][-2:])]
     elif op in ("unpack_and_rotate", "rotate_back_and_pack"):

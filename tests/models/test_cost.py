@@ -1,5 +1,6 @@
 """Costs of models with heads: counts by hand."""
 
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -54,6 +55,13 @@ def test_upernet_by_hand_and_module():
     assert {name: n for name, n in found.items() if name.startswith("head.")} == {
         f"head.{name}": n for name, n in UPERNET.items()
     }
+
+
+@pytest.mark.parametrize("head", [None, "linear"])
+def test_the_table_of_flax_names_the_command_and_does_no_harm(head):
+    with pytest.raises(NotImplementedError, match=r"python -m rope_jax\.models\.cost"):
+        nnx.tabulate(abstract("deit_ti16", head), np.zeros((1, *SIZE, 3), np.float32))
+    abstract("deit_ti16", head)  # can still be created
 
 
 def test_vit_adapter_by_hand():
