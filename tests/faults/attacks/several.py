@@ -105,7 +105,7 @@ def other_images(folder, number, rng):
 
 OWN_FILES = [  # of the second process, arguments of both, what both say
     ({"mine.py": "ONE = 2"}, ["--plugins=mine"], "the source of the plug-in mine is"),
-    ({}, ["--config.init_from=w.safetensors"], "process 1 failed: "),
+    ({}, ["--config.init_from=w.safetensors"], "there is no such file"),
     ({"run/checkpoints/4/manifest.json": "{}"}, ["--config.init_from=run"], "is ['4'], not ['3']"),
 ]
 
@@ -123,7 +123,8 @@ def other_files(folder, number, rng):
     rope_jax.save_pretrained(model, folder / "0" / "w.safetensors")
     folders = [{"TEST_FOLDER": str(folder / str(process))} for process in range(2)]
     runs = start(folder, [arguments] * 2, environments=folders, prepare=_in_own_folder)
-    refused(runs, "process 1", words)
+    refused(runs, words)
+    expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
 
 
 @attack("one of two processes has another number of devices")
