@@ -1,9 +1,11 @@
 """What the kernels for Mosaic GPU of rotations and of attention share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
@@ -20,6 +22,15 @@ def store(ref: Any, value: Array, *, interpret: bool) -> None:
         ref[...] = value
     else:
         plgpu.store(ref, value, optimized=False)
+
+
+def repeat(count: Any, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """carry = body(i, carry) for `count` numbers i of 32 bits.
+
+    Those of a fixed count have 64 in `fori_loop` where `jax_enable_x64` is set, which neither the
+    other arithmetic of kernels nor Mosaic GPU takes.
+    """
+    return jax.lax.fori_loop(0, count, lambda i, carry: body(i.astype(np.int32), carry), carry)
 
 
 def turns(theta: Float[Array, "rows R"]) -> tuple[Float[Array, "rows R"], Float[Array, "rows R"]]:

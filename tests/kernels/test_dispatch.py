@@ -369,3 +369,21 @@ def test_the_backward_pass_after_mosaic_is_that_of_triton_for_many_tokens(tokens
         gradient = jax.make_jaxpr(jax.grad(lambda x: attend(x).astype(jnp.float32).sum()))(x)
     assert ("attention_query_kernel" in str(gradient)) == (name == "triton")
     assert ("attention_mosaic_backward" in str(gradient)) == (name == "mosaic")
+
+
+@pytest.mark.parametrize("kernel", ["triton", "mosaic"])
+def test_kernels_are_lowered_for_a_gpu_where_float64_is_enabled(kernel, x64):
+    """Their indices have 32 bits there, too, where a loop of several rounds counts in 64."""
+
+    def attend(qkv, freqs):
+        coords = jnp.zeros((qkv.shape[1], 2), jnp.float32)
+        rotation = Rotation(coords, freqs)
+        turned = rotate_qkv(qkv, rotation, implementation=kernel)
+        return attention_qkv(
+            turned, pattern=Global(), rotation=rotation, implementation=kernel
+        ).sum(dtype=jnp.float32)
+
+    qkv = jax.ShapeDtypeStruct((256, 65, 3, 6, 32), jnp.bfloat16)
+    freqs = jax.ShapeDtypeStruct((6, 2, 8), jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh_of()):
+        jax.jit(jax.grad(attend, (0, 1))).trace(qkv, freqs).lower(lowering_platforms=("cuda",))

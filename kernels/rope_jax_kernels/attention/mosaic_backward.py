@@ -46,7 +46,7 @@ from rope_jax_kernels.attention.mosaic_kernel import (
     store_rows,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import store
+from rope_jax_kernels.mosaic import repeat, store
 
 WIDTH = 32  # channels of a piece, and queries of a step
 CHUNK = 8  # pairs that turn at a time: more would need more registers
@@ -258,9 +258,7 @@ class Program:
             (sums,) = add_products(self.task, [sums], [(dlogits, self.rows[1][1].at[block])])
             return sums
 
-        return joined(
-            jax.lax.fori_loop(np.int32(0), np.int32(self.plan.blocks), body, self.zeros())
-        )
+        return joined(repeat(self.plan.blocks, body, self.zeros()))
 
     def zeros(self) -> list[Float[Array, "64 32"]]:
         """The pieces of a sum before its first term."""
@@ -295,7 +293,7 @@ class Program:
             self.dlogits.at[slot, here, :, half][...] = dlogits
             return sums
 
-        return jax.lax.fori_loop(np.int32(0), np.int32(ROWS // WIDTH), body, sums)
+        return repeat(ROWS // WIDTH, body, sums)
 
     def finish_queries(self, i: Array, block: Array, slot: Array) -> None:
         """The gradient of a block of queries; fetches what nobody reads any more."""
@@ -331,7 +329,7 @@ class Program:
         if self.plan.blocks == 1:
             carry = body(jnp.int32(0), carry)
         else:
-            carry = jax.lax.fori_loop(np.int32(0), np.int32(self.plan.blocks), body, carry)
+            carry = repeat(self.plan.blocks, body, carry)
         self.meet()  # the keys have been read
         for block, (dv, dk) in zip(self.own(), carry, strict=True):
             self.write(2, i, block, joined(dv).astype(self.sources[2].dtype))

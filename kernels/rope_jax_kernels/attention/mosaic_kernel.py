@@ -305,7 +305,7 @@ class Program:
         if groups == 1:
             return body(jnp.int32(0), carry)
         count = jnp.minimum(groups, self.plan.blocks - stage * groups)
-        return jax.lax.fori_loop(jnp.int32(0), count, body, carry)
+        return mosaic.repeat(count, body, carry)
 
     def attend_example(self, i: Array) -> None:
         """Attention of this warpgroup's queries of the i-th example."""
@@ -336,7 +336,7 @@ class Program:
         if tiles == 1:
             carry = self.attend_stage(q, 0, i, carry)
         else:
-            carry = jax.lax.fori_loop(np.int32(0), np.int32(tiles), stage_of, carry)
+            carry = mosaic.repeat(tiles, stage_of, carry)
         top, total, out = carry
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous example
         spread = jax.lax.broadcast_in_dim(1 / total, out[0].shape, (0,))

@@ -163,11 +163,7 @@ def rotary_kernel(
     dtheta = (
         plgpu.layout_cast(jnp.zeros((tile.tokens, pairs), jnp.float32), of_tile) if saved else None
     )
-    dtheta = (
-        step(jnp.int32(0), dtheta)
-        if batch == 1
-        else jax.lax.fori_loop(np.int32(0), batch, step, dtheta)
-    )
+    dtheta = step(jnp.int32(0), dtheta) if batch == 1 else mosaic.repeat(batch, step, dtheta)
     if saved:
         # The pass turned gradients back: its angle has the opposite sign of the differentiated one.
         mosaic.store(sum_slot[0], -rows.direction * dtheta, interpret=rows.interpret)
