@@ -20,7 +20,8 @@ def turn_pairs(
     """
     pairs = theta.shape[-1]
     precise = jnp.promote_types(jnp.promote_types(x.dtype, theta.dtype), jnp.float32)
-    cos, sin = jnp.cos(theta.astype(precise)), jnp.sin(theta.astype(precise))
+    theta = jax.lax.broadcast_to_rank(theta.astype(precise), x.ndim)
+    cos, sin = jnp.cos(theta), jnp.sin(theta)
     turned = x[..., : 2 * pairs].astype(precise)
     turn = _turn_apart if device.is_gpu() else _turn_folded
     turned = turn(turned, cos, sin, pairing).astype(x.dtype)
