@@ -102,7 +102,10 @@ def check_pattern(pattern: Any) -> None:
 
 
 def check_operand(name: str, x: Any, pattern: Pattern) -> None:
-    """Requires a non-empty floating-point array with the dimensions that the pattern expects."""
+    """Requires a floating-point array with the dimensions that the pattern expects.
+
+    None but the batch may be empty.
+    """
     check_floating(name, x)
     is_global, shape = isinstance(pattern, Global), x.shape
     dims = "[B, L, N, D]" if is_global else "[B, H, W, N, D]"
@@ -121,13 +124,13 @@ def check_operand(name: str, x: Any, pattern: Pattern) -> None:
             f"qkv has shape {shape}; it must be {dims}, with q, k and v along the third dimension "
             "from the end"
         )
-    if 0 in shape:
-        raise ValueError(f"{name} has shape {shape}; no dimension may be empty")
+    if 0 in shape[1:]:
+        raise ValueError(f"{name} has shape {shape}; no dimension but the batch may be empty")
 
 
 def check_terms(
     shape: Shape, name: str, pattern: Pattern, rotation: Any, bias: Any, scale: Any
-) -> None:
+) -> Any:
     """Requires a rotation, bias and scale (or None) that fit queries of `shape`.
 
     Args:
@@ -137,6 +140,9 @@ def check_terms(
         rotation: a `Rotation` or None.
         bias: array or None.
         scale: number, array of one number, or None.
+
+    Returns:
+        The bias, repeated for each head if they share it.
     """
     _, *places, heads, head_dim = shape
     if not isinstance(scale, numbers.Real | None):
@@ -158,8 +164,10 @@ def check_terms(
     if bias is not None:
         check_floating("bias", bias)
         expected = pattern.bias_shape(heads, places)
-        if bias.shape != expected:
+        if bias.shape not in (expected, (1, *expected[1:])):
             raise ValueError(
                 f"bias has shape {bias.shape}; with pattern={pattern} it must be {expected}, that "
-                f"is {pattern.bias_layout(places)}"
+                f"is {pattern.bias_layout(places)}, or have 1 in place of N if heads share it"
             )
+        bias = jnp.broadcast_to(bias, expected)
+    return bias

@@ -34,8 +34,8 @@ class Rotation:
 
     Attributes:
         coords: Float[Array, "L A"], position of each token in the unit that `freqs` expects
-            (patches, or a box from -1 to 1). A token with coordinates 0 is not rotated: class and
-            register tokens have them.
+            (patches, or a box from -1 to 1); integers and lists become such an array. A token with
+            coordinates 0 is not rotated: class and register tokens have them.
         freqs: Float[Array, "N A R"], radians per unit of coordinate, with N = 1 for frequencies
             that all heads share. May be learnable.
         pairing: "half" pairs channels (r, R + r), "interleaved" pairs (2r, 2r + 1). Channels from
@@ -49,6 +49,11 @@ class Rotation:
     coords: Any
     freqs: Any
     pairing: Pairing = dataclasses.field(default="half", metadata={"static": True})
+
+    def __post_init__(self):
+        counted = hasattr(self.coords, "astype") and jnp.issubdtype(self.coords.dtype, jnp.integer)
+        if counted or isinstance(self.coords, list):
+            object.__setattr__(self, "coords", jnp.asarray(self.coords, float))
 
     def angles(self) -> Float[Array, "N L R"]:
         """The angles theta in radians; N is 1 if the heads share their frequencies."""

@@ -320,7 +320,7 @@ def run(folder, monkeypatch, capsys):
         (scenes, "COUNTS", {"train": 64, "test": 8}),
         (data, "canvases_of", lambda *asked: CANVASES(*asked)[:1]),  # each takes seconds
         (arguments, "cores", lambda: 0),
-        (load, "fill", lambda _, plan, read, source: convert.refuse(plan.problems, source)),
+        (load, "fill", lambda _, plan, read, source, where: convert.refuse(plan.problems, source)),
         (create, "open_weights", lambda _: open_weights(SAVED[page])),
         (loading, "create_model", shapes),
         (loading, "load_pretrained", load_pretrained),

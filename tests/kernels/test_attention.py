@@ -298,6 +298,49 @@ def test_sizes_are_kept_as_plain_integers():
     for pattern in (Window, Neighborhood):
         made, wanted = pattern([np.int64(7), 5], [3, np.int64(2)]), pattern((7, 5), (3, 2))
         assert (hash(made), repr(made)) == (hash(wanted), repr(wanted))
+        assert pattern(np.int64(7), 3) == pattern((7, 7), (3, 3))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_heads_may_share_a_bias(name):
+    pattern, grid = CASES[name]
+    places = places_of(pattern, grid)
+    shapes = (B, *places, 3, N, D), pattern.bias_shape(N, places)
+    qkv, bias = map(jnp.asarray, draw(3, *shapes, dtype=np.float32))
+
+    def out_and_gradient(bias):
+        attend = functools.partial(attention_qkv, qkv, pattern=pattern)
+        out, pull_back = jax.vjp(lambda bias: attend(bias=bias), bias)
+        return out, pull_back(jnp.ones(out.shape, out.dtype))[0]
+
+    shared, alone = jax.jit(
+        lambda bias: [out_and_gradient(x) for x in (bias[:1], jnp.stack([bias[0]] * N))]
+    )(bias)
+    np.testing.assert_allclose(shared[0], alone[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(shared[1], alone[1].sum(0, keepdims=True), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_batch_may_be_empty(name):
+    pattern, grid = CASES[name]
+    places = places_of(pattern, grid)
+    qkv, bias, freqs = draw(
+        3, (0, *places, 3, N, D), pattern.bias_shape(N, places), (N, A, R), dtype=np.float32
+    )
+    coords = np.zeros((pattern.rotated_tokens(places), A), np.float32)
+
+    @jax.jit
+    def out_and_gradients(*arguments):
+        def attend(qkv, bias, freqs):
+            rotation = Rotation(jnp.asarray(coords), freqs)
+            return attention_qkv(qkv, pattern=pattern, rotation=rotation, bias=bias)
+
+        out, pull_back = jax.vjp(attend, *arguments)
+        return out, pull_back(out)
+
+    out, (of_qkv, *others) = out_and_gradients(qkv, bias, freqs)
+    assert (out.shape, of_qkv.shape) == ((0, *places, N, D), qkv.shape)
+    assert not any(np.any(x) for x in others)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +371,7 @@ def test_sizes_are_kept_as_plain_integers():
         (
             lambda: attention(MAP[:, :0], MAP[:, :0], MAP[:, :0], pattern=NEAR),
             ValueError,
-            "no dimension may be empty",
+            "no dimension but the batch may be empty",
         ),
         (
             lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), implementation="cuda"),
@@ -406,7 +449,7 @@ def test_sizes_are_kept_as_plain_integers():
             "with q, k and v along the third dimension from the end",
         ),
         (lambda: attention_qkv(MAP, pattern=NEAR), ValueError, r"\[B, H, W, 3, N, D\]"),
-        (lambda: Window((0, 7)), ValueError, r"size=\(0, 7\) must be two integers"),
+        (lambda: Window((0, 7)), ValueError, r"size=\(0, 7\) must be one integer or two"),
         (
             lambda: Window((7, 7), (3, 7)),
             ValueError,
@@ -415,7 +458,7 @@ def test_sizes_are_kept_as_plain_integers():
         (
             lambda: Neighborhood((7, 7), (1, 0)),
             ValueError,
-            r"dilation=\(1, 0\) must be two integers",
+            r"dilation=\(1, 0\) must be one integer or two",
         ),
     ],
 )

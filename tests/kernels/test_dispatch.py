@@ -387,3 +387,26 @@ def test_kernels_are_lowered_for_a_gpu_where_float64_is_enabled(kernel, x64):
     freqs = jax.ShapeDtypeStruct((6, 2, 8), jnp.float32)
     with jax.sharding.use_abstract_mesh(mesh_of()):
         jax.jit(jax.grad(attend, (0, 1))).trace(qkv, freqs).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("kernel", ["xla", "triton", "mosaic"])
+def test_no_rank_is_promoted(kernel):
+    """For users who have jax refuse it: `jax_numpy_rank_promotion="raise"`."""
+
+    def attend(pattern, qkv, freqs, bias):
+        coords = jnp.zeros((pattern.rotated_tokens(qkv.shape[1:-3]), 2))
+        terms = {"rotation": Rotation(coords, freqs), "bias": bias, "implementation": kernel}
+        return attention_qkv(qkv, pattern=pattern, **terms).astype(jnp.float32).sum()
+
+    target = mesh_of("cpu" if kernel == "xla" else "NVIDIA H200")
+    near = [Window((3, 3), (1, 1)), Neighborhood((3, 3)), Neighborhood((3, 3), (2, 2))]
+    patterns = [Global(), *([] if kernel == "mosaic" else near)]
+    freqs = jax.ShapeDtypeStruct((2, 2, 8), jnp.float32)
+    with jax.numpy_rank_promotion("raise"), jax.sharding.use_abstract_mesh(target):
+        for pattern in patterns:
+            places = (48,) if pattern == Global() else (8, 6)
+            qkv = jax.ShapeDtypeStruct((2, *places, 3, 2, 32), jnp.bfloat16)
+            bias = jax.ShapeDtypeStruct(pattern.bias_shape(2, places), jnp.float32)
+            arguments = (qkv, freqs, None if kernel == "mosaic" else bias)
+            wanted = (0, 1) if kernel == "mosaic" else (0, 1, 2)
+            jax.eval_shape(jax.grad(functools.partial(attend, pattern), wanted), *arguments)

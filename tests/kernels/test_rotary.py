@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, explain, rotate, rotate_by_angles, rotate_qkv
-from rope_jax_kernels.rotary import tile_sizes
+from rope_jax_kernels.rotary import tile_sizes, unpack_and_rotate
 from tests.devices import environment
 from tests.kernels import rotary_cases as cases
 from tests.kernels.covering import covering
@@ -48,6 +48,16 @@ PACKED = [case for case in (*cases.CASES[:4], cases.CASES[8]) if case.layout == 
 @pytest.mark.parametrize("case", covering(PACKED, [PACKED[0], PACKED[-1]]), ids=str)
 def test_packed_is_separate(case, implementation):
     check_or_refusal(cases.check_packed, case, implementation)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_packed_is_separate_bit_for_bit_outside_of_jit(pairing):
+    case = Case(pairing=pairing)
+    q, k, v = map(jnp.asarray, case.data(2, 3))
+    rotation = Rotation(*map(jnp.asarray, case.coords_and_freqs()), pairing)
+    packed = rotate_qkv(jnp.stack([q, k, v], axis=2), rotation)
+    for i, x in enumerate((*rotate(q, k, rotation), v)):
+        assert np.array_equal(bits(packed[:, :, i]), bits(x))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +215,32 @@ def test_rotation_is_a_pytree_of_two_arrays():
     doubled = jax.tree.map(lambda x: 2 * x, rotation)
     assert (len(jax.tree.leaves(rotation)), doubled.pairing) == (2, "interleaved")
     assert np.array_equal(doubled.angles(), 4 * rotation.angles())
+
+
+def test_coordinates_may_be_integers_or_lists():
+    places = np.arange(L * A).reshape(L, A)
+    for coords in (places, places.tolist(), jnp.asarray(places)):
+        rotation = Rotation(coords, FITTING.freqs)
+        assert rotation.coords.dtype == jnp.float32
+        assert np.array_equal(rotation.coords, places)
+    assert jax.tree.map(np.shape, rotation) == Rotation((L, A), (N, A, R))  # placeholders stay
+
+
+def test_a_batch_may_be_empty():
+    empty = ONES[:0]
+
+    def losses(q, coords, freqs):
+        rotation = Rotation(coords, freqs)
+        return sum(
+            x.sum() for x in (*rotate(q, q, rotation), *unpack_and_rotate(pack(q), rotation))
+        )
+
+    pack = lambda x: rotate_qkv(jnp.stack([x, x, x], axis=2), FITTING)
+    arguments = empty, FITTING.coords, FITTING.freqs
+    assert pack(empty).shape == (0, L, 3, N, D)
+    gradients = jax.jit(jax.grad(losses, (0, 1, 2)))(*arguments)
+    assert [x.shape for x in gradients] == [x.shape for x in arguments]
+    assert not any(np.any(x) for x in gradients)
 
 
 VMAPS = [
@@ -466,9 +502,9 @@ def test_small_launches_are_spread(args, tile, spread):
             "with the same A",
         ),
         (
-            lambda: rotate(ONES, ONES, Rotation(FITTING.coords.astype(int), FITTING.freqs)),
+            lambda: rotate(ONES, ONES, Rotation(FITTING.coords.astype(bool), FITTING.freqs)),
             TypeError,
-            "rotation.coords has dtype int32",
+            "rotation.coords has dtype bool",
         ),
         (
             lambda: rotate(ONES, ONES, Rotation(FITTING.coords, FITTING.freqs.astype(int))),

@@ -14,6 +14,7 @@ from rope_jax_kernels import Rotation, rotate
 from rope_jax_kernels.rotary import rotate_back_and_pack, tile_sizes, unpack, unpack_and_rotate
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import (
+    AS_USERS,
     CASES,
     Case,
     angles,
@@ -48,14 +49,14 @@ def packed(case, q, k, v, coords, freqs, **kwargs):
     )
 
 
-# Without optimisations, which contract products and sums differently in each program.
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
 def test_unpacking_is_rotating_the_parts_bit_for_bit(case, interpreted):
     qkv, coords, freqs = drawn(case)
-    q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(
+    compiled = functools.partial(jax.jit, compiler_options=AS_USERS)
+    q, k, v = compiled(lambda *args: unpacked(case, *args, implementation="triton"))(
         qkv, coords, freqs
     )
-    parts = jax.jit(
+    parts = compiled(
         lambda q, k, *args: rotate(q, k, Rotation(*args, case.pairing), implementation="triton")
     )
     for x, expected, source in zip(

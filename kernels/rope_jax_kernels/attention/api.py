@@ -15,7 +15,7 @@ def attention(
     *,
     pattern: Pattern,
     rotation: Rotation | None = None,
-    bias: Float[Array, "N ..."] | None = None,
+    bias: Float[Array, "#N ..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B *places N D"]:
@@ -48,8 +48,9 @@ def attention(
         bias: added to the scaled logits, or None. For `Global` a matrix [N, L, L]; for `Window` a
             table [N, (2h-1)*(2w-1)] with index (qy-ky+h-1)*(2w-1) + (qx-kx+w-1), where h, w are
             those of the fitted window; for `Neighborhood` a table [N, 2kh-1, 2kw-1] with index
-            (ky-qy)/dilation + kh-1, and so in x. Where it is -inf or the smallest number for all
-            keys of a query, that query's output depends on the implementation.
+            (ky-qy)/dilation + kh-1, and so in x. With 1 in place of N it is that of all heads.
+            Where it is -inf or the smallest number for all keys of a query, that query's output
+            depends on the implementation.
         scale: factor of the logits before the bias, one number; None for D**-0.5.
         implementation: None for the best that applies, or a name; see `explain`.
 
@@ -68,7 +69,7 @@ def attention(
         checks.check_operand(name, x, pattern)
         if x.shape != q.shape:
             raise ValueError(f"{name} has shape {x.shape}; it must have q's shape, {q.shape}")
-    checks.check_terms(q.shape, "q", pattern, rotation, bias, scale)
+    bias = checks.check_terms(q.shape, "q", pattern, rotation, bias, scale)
     terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
     return call("attention", {"q": q, "k": k, "v": v} | terms, implementation=implementation)
 
@@ -78,7 +79,7 @@ def attention_qkv(
     *,
     pattern: Pattern,
     rotation: Rotation | None = None,
-    bias: Float[Array, "N ..."] | None = None,
+    bias: Float[Array, "#N ..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B *places N D"]:
@@ -108,6 +109,7 @@ def attention_qkv(
     """
     checks.check_pattern(pattern)
     checks.check_operand("qkv", qkv, pattern)
-    checks.check_terms((*qkv.shape[:-3], *qkv.shape[-2:]), "qkv", pattern, rotation, bias, scale)
+    shape = (*qkv.shape[:-3], *qkv.shape[-2:])
+    bias = checks.check_terms(shape, "qkv", pattern, rotation, bias, scale)
     terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
     return call("attention_qkv", {"qkv": qkv} | terms, implementation=implementation)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.rotary.reference import turn_pairs
@@ -28,9 +29,9 @@ def attend(
     logits = jnp.einsum("...qd,...kd->...qk", q, k, preferred_element_type=precise)
     logits *= jnp.asarray(scale, precise)
     if bias is not None:
-        logits += bias.astype(precise)
+        logits += lax.broadcast_to_rank(bias.astype(precise), logits.ndim)
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        logits = jnp.where(lax.broadcast_to_rank(allowed, logits.ndim), logits, -jnp.inf)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     out = jnp.einsum("...qk,...kd->...qd", weights, v, preferred_element_type=precise)
     return out.astype(q.dtype)

@@ -50,7 +50,7 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
         return found, ()
     *gradients, sums = found
     dtheta = sums.sum((0, 1))[:, None, : task.tokens]
-    by_axis = coords[0].astype(jnp.float32).T[:, :, None] * dtheta
+    by_axis = coords[0].astype(jnp.float32).T[None, :, :, None] * dtheta
     return tuple(gradients), (by_axis.sum(2)[None, None],)
 
 

@@ -218,9 +218,9 @@ class NeighborhoodTiles(Tiles):
         for axis, here, there in zip((down, across), tile, halo, strict=True):
             there = there - axis.before
             if down.transpose:
-                offsets.append(here - there[:, None])
+                offsets.append(here[None] - there[:, None])
             else:
-                offsets.append(there - here[:, None])
+                offsets.append(there[None] - here[:, None])
         return of_offsets(bias, *offsets, (down.kernel, across.kernel))
 
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:

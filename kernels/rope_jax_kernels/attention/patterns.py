@@ -16,7 +16,8 @@ Places = tuple[int, ...]
 
 
 def pair_of(name: str, value: Any, lowest: int) -> Pair:
-    """Two Python integers of at least `lowest`, from a tuple, a list or NumPy's integers."""
+    """Two Python integers of at least `lowest`, from one for both or a tuple, a list of two."""
+    value = (value, value) if isinstance(value, numbers.Integral) else value
     fits = (
         isinstance(value, Sequence)
         and len(value) == 2
@@ -24,7 +25,7 @@ def pair_of(name: str, value: Any, lowest: int) -> Pair:
     )
     if not fits:
         raise ValueError(
-            f"{name}={value!r} must be two integers (rows, columns), each at least {lowest}"
+            f"{name}={value!r} must be one integer or two (rows, columns), each at least {lowest}"
         )
     return int(value[0]), int(value[1])
 
@@ -93,7 +94,7 @@ class Window(_Pattern):
         (3, 169)
 
     Attributes:
-        size: (h, w) of a window in tokens.
+        size: (h, w) of a window in tokens; one number stands for both, as in all sizes.
         shift: (dy, dx) in tokens, smaller than the size.
     """
 
@@ -149,14 +150,18 @@ class Neighborhood(_Pattern):
     The bias is a table [N, 2kh-1, 2kw-1] over offsets (key - query) / dilation, whatever the size
     of the map.
 
+    Tokens share blocks of keys, of which those outside a neighbourhood weigh 0. So a NaN or an
+    infinity in v, which times 0 is NaN, can reach all tokens whose block holds it: the whole map if
+    it is small.
+
     Example:
         >>> from rope_jax_kernels import Neighborhood
         >>> Neighborhood(size=(7, 7), dilation=(2, 2)).bias_shape(heads=2, places=(56, 56))
         (2, 13, 13)
 
     Attributes:
-        size: (kh, kw) of the neighbourhood in tokens; even sizes reach one token further up and
-            left than down and right.
+        size: (kh, kw) of the neighbourhood in tokens, or one number for both; even sizes reach one
+            token further up and left than down and right.
         dilation: (qy, qx), distance of neighbours in tokens.
     """
 

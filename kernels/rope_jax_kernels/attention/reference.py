@@ -69,8 +69,9 @@ def split_windows(
     x = jnp.pad(x, ((0, 0), (0, -grid[0] % h), (0, -grid[1] % w), (0, 0), (0, 0)))
     if window.shift != (0, 0):
         x = jnp.roll(x, (-dy, -dx), axis=(1, 2))
-    x = x.reshape(batch, x.shape[1] // h, h, x.shape[2] // w, w, heads, head_dim)
-    return x.swapaxes(2, 3).reshape(batch, -1, h * w, heads, head_dim)
+    rows, columns = x.shape[1] // h, x.shape[2] // w
+    x = x.reshape(batch, rows, h, columns, w, heads, head_dim)
+    return x.swapaxes(2, 3).reshape(batch, rows * columns, h * w, heads, head_dim)
 
 
 def join_windows(

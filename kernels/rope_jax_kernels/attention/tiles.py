@@ -149,7 +149,7 @@ class WindowTiles(Tiles):
         # Tiles hold queries or, of the transposed ones, keys.
         size = max(self.parts * self.rows, self.blocks * self.columns)
         places = divide(jnp.arange(size, dtype=jnp.int32), self.window.size[1])
-        offsets = [x[:, None] - x for x in places]
+        offsets = [x[:, None] - x[None] for x in places]
         return of_offsets(bias, *offsets, self.window.size)
 
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:

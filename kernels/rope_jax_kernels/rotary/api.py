@@ -54,7 +54,7 @@ def rotate(
 
     Returns:
         The rotated (q, k), each in its own dtype. Angles and products are float32 (float64 for
-        float64 data).
+        float64 data; angles only if those of `rotation` are, too).
 
     Raises:
         ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
@@ -75,7 +75,9 @@ def rotate_qkv(
 ) -> Float[Array, "B L three N D"]:
     """Rotates q and k inside a packed projection; v is unchanged.
 
-    Equal to `rotate` on the parts, bit for bit.
+    Equal to `rotate` on the parts: bit for bit by the kernels, and by "xla" outside of `jax.jit`.
+    Inside, XLA may compute a product and a sum as one operation, which rounds once, in one of the
+    two programs: results then are equal up to the rounding of products.
 
     Example:
         >>> import jax.numpy as jnp
@@ -162,8 +164,8 @@ def unpack_and_rotate(
 ) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
     """Splits a packed projection into q, k and v, and rotates q and k.
 
-    Equal to `rotate` on the parts, bit for bit, followed by tokens of zeros. For attention that
-    needs q, k and v as separate arrays, such as cuDNN's.
+    Equal to `rotate` on the parts, as `rotate_qkv` is, followed by tokens of zeros. For attention
+    that needs q, k and v as separate arrays, such as cuDNN's.
 
     Example:
         >>> import jax.numpy as jnp

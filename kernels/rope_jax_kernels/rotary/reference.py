@@ -34,6 +34,7 @@ def _turn_apart(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:
         a, b = x[..., :pairs], x[..., pairs:]
     else:
         a, b = x[..., 0::2], x[..., 1::2]
+    cos, sin = (jax.lax.broadcast_to_rank(part, a.ndim) for part in (cos, sin))
     a, b = a * cos - b * sin, b * cos + a * sin
     if pairing == "half":
         return jnp.concatenate([a, b], axis=-1)
@@ -47,8 +48,11 @@ def _turn_folded(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:
     """
     pairs = x.shape[-1] // 2
     axis, shape = (-2, (2, pairs)) if pairing == "half" else (-1, (pairs, 2))
-    cos, sin = jnp.stack([cos, cos], axis), jnp.stack([-sin, sin], axis)
     folded = x.reshape(*x.shape[:-1], *shape)
+    cos, sin = (
+        jax.lax.broadcast_to_rank(jnp.stack(members, axis), folded.ndim)
+        for members in ([cos, cos], [-sin, sin])
+    )
     return (folded * cos + jnp.flip(folded, axis) * sin).reshape(x.shape)
 
 
