@@ -317,7 +317,7 @@ def run(folder, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as benchmarks set it
     shapes = lambda *name, **options: nnx.eval_shape(lambda: create_model(*name, **options))
     for module, name, stand_in in (
-        (scenes, "COUNTS", {"train": 64, "test": 8}),
+        (scenes, "COUNTS", {"train": 128, "test": 8}),
         (data, "canvases_of", lambda *asked: CANVASES(*asked)[:1]),  # each takes seconds
         (arguments, "cores", lambda: 0),
         (load, "fill", lambda _, plan, read, source, where: convert.refuse(plan.problems, source)),
