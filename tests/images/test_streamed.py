@@ -147,6 +147,17 @@ def test_fingerprints_tell_contents_apart(tmp_path):
     assert len(set(prints)) == 3
 
 
+def test_fingerprints_compare_the_sizes_of_all_files(tmp_path):
+    """Of which the content of 256 is compared."""
+    (tmp_path / "cat").mkdir()
+    for k in range(600):
+        (tmp_path / "cat" / f"{k:03}.png").write_bytes(b"x")
+    one = lambda: load("folder", str(tmp_path), "train", (8, 8)).fingerprint()
+    before = one()
+    (tmp_path / "cat" / "001.png").write_bytes(b"xx")
+    assert one() != before
+
+
 def test_a_folder_without_splits_is_split(tmp_path):
     for name, count in (("cat", 11), ("dog", 5), ("eel", 1)):
         (tmp_path / name).mkdir()

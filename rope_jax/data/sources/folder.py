@@ -1,10 +1,12 @@
 """Image files in folders."""
 
+import itertools
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,16 @@ class Files(Source):
 
     def read(self, example: int) -> bytes:
         return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
+
+    def sizes(self) -> list[int]:
+        def sizes_of(examples: np.ndarray) -> list[int]:
+            return [
+                _size(os.path.join(self._root, self.example_name(k))) for k in examples.tolist()
+            ]
+
+        parts = np.array_split(np.arange(len(self.labels)), 64)
+        with ThreadPoolExecutor() as pool:  # as the answers of a network may be slow
+            return list(itertools.chain.from_iterable(pool.map(sizes_of, parts)))
 
 
 class Folder(Files):
@@ -122,6 +134,13 @@ def listed(folder: Path, *, folders: bool) -> list[str]:
 def image_files(folder: Path) -> list[str]:
     """Relative paths of the image files below a folder, by extension; sorted."""
     return list(filter(_is_image, _files(folder)))
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return -1
 
 
 def _is_image(name: str) -> bool:

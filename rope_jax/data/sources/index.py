@@ -100,6 +100,10 @@ class Source(abc.ABC):
         checksum = zlib.crc32(self.labels.tobytes(), zlib.crc32(b"\0".join(files)))
         return f"{len(self.labels)} files {len(self.class_names)} classes {checksum:08x}"
 
+    def sizes(self) -> Sequence[int]:
+        """Bytes of the file of each image, -1 for one that is missing; empty if files hold many."""
+        return ()
+
     def damaged(self) -> list[str] | None:
         """Names of files with a wrong checksum; None if the set has no checksums."""
         return None
@@ -291,8 +295,8 @@ class Streamed:
     def fingerprint(self) -> str:
         """Size of the images; number, classes, labels and names of their files; and a checksum.
 
-        The latter is of the content of up to 256 images, evenly spaced. It stands at the end: runs
-        of earlier versions have a fingerprint without it.
+        The latter is of the sizes of all files, and of the content of up to 256 images, evenly
+        spaced. It stands at the end: runs of earlier versions have a fingerprint without it.
         """
         count = len(self.labels)
 
@@ -304,9 +308,9 @@ class Streamed:
 
         with ThreadPoolExecutor() as pool:
             sums = list(pool.map(checksum, sorted({k * count // _SAMPLE for k in range(_SAMPLE)})))
-        content = zlib.crc32(np.array(sums, np.uint32))
+        content = zlib.crc32(np.array([*sums, *self.source.sizes()], np.int64))
         size = f"{self.size[0]}x{self.size[1]}"
-        return f"{size} of {self.source.fingerprint()}, sample {content:08x}"
+        return f"{size} of {self.source.fingerprint()}, content {content:08x}"
 
     def read(
         self, example: int, crop: Crop | None = None, draw: int = 0
