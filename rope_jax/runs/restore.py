@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from rope_jax.config import Config, blame, resolve_stored
+from rope_jax.config.settings import DataConfig
 from rope_jax.names import plugins
 from rope_jax.names.notation import parse
 from rope_jax.names.options import convert
@@ -116,7 +117,7 @@ def read_checkpoint(
         loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
         for state in seeds.take(loaded, config.seeds, own.seed - config.seed).values():
             nnx.update(model, state)
-    model.preprocessing = preprocessing_of(own)
+    model.preprocessing = preprocessing_of(own.data, own.eval.frame)
     names = tuple[str, ...] | None
     model.class_names = convert(about.get("class_names"), names, f"class_names of {where}")
     return model, own, step
@@ -136,26 +137,26 @@ def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:
     return step
 
 
-def start_from(model: nnx.Module, config: Config) -> None:
-    """Loads the weights of `config.init_from` into a fresh model.
+def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
+    """Loads the weights of `--config.init_from` into a fresh model.
 
-    It may be anything that `pretrained` of `create_model` takes. Position tables are resized by
-    their scheme's rule. A head for another number of classes keeps its initial weights. If options
-    or schemes differ from those of the weights, a warning says so.
+    Position tables are resized by their scheme's rule. A head for another number of classes keeps
+    its initial weights. If options or schemes differ from those of the weights, or what images are
+    normalised by, a warning says so.
+
+    Args:
+        model: is changed in place.
+        where: anything that `pretrained` of `create_model` takes.
+        data: of the run.
 
     Raises:
         ConfigError: there are no weights, or their names or shapes are another model's.
     """
-    where = config.init_from
-
     tell = lambda message: warn(f"WARNING: {message}")
     with blame("--config.init_from"), open_weights(_of_run(where)) as file:
         load_weights(model, file, new_head=True, other_model=tell)
     expected = model.preprocessing
-    if expected is not None and (expected.mean, expected.std) != (
-        config.data.mean,
-        config.data.std,
-    ):
+    if expected is not None and (expected.mean, expected.std) != (data.mean, data.std):
         tell(
             f"the weights of {where} expect images normalised with other numbers than this run's: "
             f'--config.data.mean="{expected.mean}" --config.data.std="{expected.std}"'
@@ -163,18 +164,21 @@ def start_from(model: nnx.Module, config: Config) -> None:
     print(f"starting from the weights of {where}")
 
 
-def preprocessing_of(config: Config) -> Preprocessing:
+def preprocessing_of(data: DataConfig, frame: str) -> Preprocessing:
     """The preprocessing of a run's test images.
 
-    >>> from rope_jax.config import resolve
-    >>> preprocessing_of(resolve({"eval": {"frame": "centre(crop=0.9)"}})).crop
+    >>> preprocessing_of(DataConfig(), "centre(crop=0.9)").crop
     0.9
+
+    Args:
+        data: of the run.
+        frame: `eval.frame` of the run.
     """
-    (frame,) = parse(config.eval.frame, "--config.eval.frame")
+    (frame,) = parse(frame, "--config.eval.frame")
     options = {"crop": 1.0, "interpolation": "bicubic"}
     # Frames of images with boxes, which keep their aspect, have other options.
     options |= {name: value for name, value in frame.options if name in options}
-    return Preprocessing(config.data.mean, config.data.std, **options)
+    return Preprocessing(data.mean, data.std, **options)
 
 
 def _of_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:

@@ -128,9 +128,9 @@ def _start_from_weights(model: nnx.Module, config: Config) -> None:
     """Loads the weights of `init_from` into the fresh model, in place; into that of every seed."""
     graph, stacked = nnx.split(model)
     states = []
-    for seed, state in zip(config.all_seeds, seeds.split(stacked, config.seeds), strict=True):
+    for state in seeds.split(stacked, config.seeds):
         one = nnx.merge(graph, state)
-        restore.start_from(one, seeds.single(config, seed))
+        restore.start_from(one, config.init_from, config.data)
         states.append(nnx.state(one))
     nnx.update(model, seeds.stack(states))
 

@@ -221,14 +221,14 @@ def prepared(asked):
         setup, model = prepare(asked)
         completed.append(setup.config)
         if asked.init_from is not None:
-            restore.start_from(model, setup.config)
+            restore.start_from(model, asked.init_from, setup.config.data)
         return model
 
     with pytest.MonkeyPatch.context() as patch:
         classifier = (asked.model.name, asked.model.position)
         patch.setattr(restore, "open_weights", lambda where: open_weights(where, *classifier))
         model = nnx.eval_shape(start)
-    model.preprocessing = restore.preprocessing_of(completed[0])
+    model.preprocessing = restore.preprocessing_of(completed[0].data, completed[0].eval.frame)
     return completed[0], model
 
 

@@ -11,6 +11,7 @@ import pytest
 import rope_jax
 from rope_jax import config as cfg
 from rope_jax import data, evaluate
+from rope_jax.config.settings import DataConfig
 from rope_jax.runs import restore
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import prepare
@@ -72,15 +73,18 @@ def written(path, content):
 LOADERS = {
     "init_from .npz": lambda d, m: restore.start_from(
         rope_jax.create_model("vit_digits", depth=1),
-        tiny(init_from=written(d / "w.npz", archive(m, "head.kernel"))),
+        written(d / "w.npz", archive(m, "head.kernel")),
+        DataConfig(),
     ),
     "init_from .npz that is a pickle": lambda d, m: restore.start_from(
         rope_jax.create_model("vit_digits", depth=1),
-        tiny(init_from=written(d / "w.npz", pickled(m))),
+        written(d / "w.npz", pickled(m)),
+        DataConfig(),
     ),
     "init_from .pkl": lambda d, m: restore.start_from(
         rope_jax.create_model("vit_digits", depth=1),
-        tiny(init_from=written(d / "w.pkl", pickled(m))),
+        written(d / "w.pkl", pickled(m)),
+        DataConfig(),
     ),
     "pretrained .npz": lambda d, m: small(written(d / "w.npz", archive(m, "head.kernel"))),
     "pretrained .safetensors": lambda d, m: small(written(d / "w.safetensors", pickled(m))),

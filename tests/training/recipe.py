@@ -74,7 +74,7 @@ def started(source: pathlib.Path | str, **changes) -> nnx.Module:
     complete = {"data__image_size": (8, 8), "model__num_classes": 10, "init_from": str(source)}
     config = tiny(**complete | changes)
     model = create(config)
-    restore.start_from(model, config)
+    restore.start_from(model, config.init_from, config.data)
     return model
 
 
