@@ -15,7 +15,7 @@ Expected top-1 in percent (Cross-Axis Transformer, table 1), not trained here:
 On training images they are 64.1 and 18.4. Without the imprint of cat_5
 (`--config.model.options=imprint=none`): 38.3 and 63.8 (table 4).
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - The batch size is the paper's 128; its train.py has 64. Batches cross the ends of epochs.
 - Attention, imprint and rotation are the paper's, not those of the released code, which are the

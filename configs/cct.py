@@ -28,7 +28,7 @@ Expected top-1 in percent (Yu et al., arXiv 2212.05262, main text), not trained 
 `ape` is `ape(std=0.2,resize=bilinear)` here, the models' own embedding, alone, in sums and in
 `lape(ape)`, unless these options are given.
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - LaPE's supplement names SGD, but these settings and learning rates are AdamW's.
 - Random erasing: on CIFAR-10, the file of the training command (configs/datasets/cifar10.yml) has

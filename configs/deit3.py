@@ -23,7 +23,7 @@ here:
     deit3_b16           83.4, 82.8   83.6, 83.9   83.8, 84.4   83.7, 83.8   83.8, 84.3
     deit3_l16           84.6, 84.2   84.7, 85.1   84.8, 85.6   84.7, 85.1   84.9, 85.5
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
 - Variant ti has the settings of s; the original has none.

@@ -33,14 +33,14 @@ With `rpb`, swin_t and swin_s have the AP of detrex's own models, which start fr
 detrex's DINO-ViTDet, with weights of MAE and decomposed relative positions, reaches 50.2 (B) and
 52.9 (L).
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - Heo et al. published no code of these runs: what their text leaves open follows detrex, drop path
   among it. Whether their ViTs had windows of 14 tokens and layer scale, and their positions in
   windows, is not known; here schemes that count patches count them in each window.
 - Training without a warmup is said to be unstable in detrex, whose ViTDet-L has one:
   `--config.optim.warmup_steps=250 --config.optim.warmup_learning_rate=1e-7`.
-- A batch has upright or lying images, as they are after the crop, and is padded to one of five
+- A batch has portrait or landscape images, as they are after the crop, and is padded to one of five
   canvases. detrex puts images together on each GPU, by their orientation before the crop, and pads
   them to the largest of them. In both, ViTDet's images are not padded to 1024 x 1024 pixels.
 - The number of groups of denoising is chosen for the whole batch, in detrex for the two images of a

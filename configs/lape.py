@@ -28,7 +28,7 @@ Expected top-1 in percent (Yu et al., arXiv 2212.05262, main text), not trained 
     swin_t         81.12   80.92   81.25       81.49
     swin_s         83.17   82.81   83.26       83.39
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - The paper does not define LaPE in Swin: each stage has an embedding of its own map here.
 - DeiT's and CeiT's rate is 5e-4 x 1024 / 512, as their scripts scale the table's 5e-4.

@@ -21,7 +21,7 @@ Expected mIoU in percent (Heo et al., arXiv 2403.13298, table 4), not trained he
 Mask2Former's own models reach 51.3 (Swin-S) and 52.4 (Swin-B, pre-trained at 384 pixels, with crops
 of 640).
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - Heo et al. published no code of these runs: what their text leaves open, crops of 512 pixels among
   it, follows Mask2Former's.

@@ -15,7 +15,7 @@ with few CPU cores the decoding takes longer.
 Expected mIoU in percent: LaPE's abstract has a gain of 1.37 over ape (deit_ti16), and its
 supplement no other number. Segmenter's own code has other weights, of AugReg.
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - Weights come from DeiT's recipe in configs/lape.py.
 - Activations are bfloat16, not float32; batches cross the ends of epochs.

@@ -15,7 +15,7 @@ here:
     swin_s              82.9, 81.0   83.1, 80.9        83.0, 81.4
     swin_b              83.3, 81.2   83.6, 81.8        83.7, 82.1
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - The rate does not lag one step behind, as in the official loop.
 - Activations are bfloat16, not float16; batches cross the ends of epochs.

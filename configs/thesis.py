@@ -29,11 +29,11 @@ Expected top-1 in percent (Kane, thesis, table 4.1), not trained here:
 `position=rpb` is `rpb(decay=True)` here, alone, with options, and in sums: NAT's optimizer decays
 the tables, because its timm does not read the keywords by which the models exempt them.
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - Base models follow Table E.2 (50 epochs of warmup, averaged weights with a decay of 0.9998, which
   the table does not name). `base=nat` follows NAT's repository: 20 epochs, no average.
-- k_rope=16 does not go with 12 heads: variant vit_s16_h6 has 6.
+- k_rope=16 cannot be combined with 12 heads: variant vit_s16_h6 has 6.
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
 """
 

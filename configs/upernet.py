@@ -28,7 +28,7 @@ Expected mIoU in percent (Heo et al., arXiv 2403.13298, table 3), not trained he
 LaPE's supplement (arXiv 2212.05262, table III) has gains of ViT-Adapter, but prints no number that
 could be compared.
 
-Deviations from the original, as far as known:
+Known deviations from the original:
 
 - Heo et al. published no code of these runs: what their text leaves open follows BEiT v2's.
 - LaPE's table has rate, weight decay, batch and steps of ViT-Adapter; the rest is as in the

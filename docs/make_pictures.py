@@ -133,7 +133,7 @@ PICTURES = [
         by_scheme,
     ),
     Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", of_claims, 7.9),
-    Picture("rules.png", "fashion", "Rotary embeddings beyond the size of training", by_rule),
+    Picture("rules.png", "fashion", "Rotary embeddings beyond the training resolution", by_rule),
 ]
 
 

@@ -170,7 +170,7 @@ def run(
         keep: saves the result.
         runs: workdirs of runs
         rules: rules, none among them
-        scales: multiples of the size of training
+        scales: multiples of the training resolution
         images: first test images to evaluate; default: all
         out: the JSON file; rows that it holds are not evaluated again.
     """

@@ -15,8 +15,8 @@ size. A picture beside the rows, predictions_512x512.png, shows the first images
 the predictions.
 
 Detection is scored at the size of the stored images. Those that differ in size keep their aspect:
---resolutions=800x1333 fits each image into these pixels, upright or lying; without it, they are
-brought to the frame of the WORKDIR's own evaluation, or fit into 800x1333.
+--resolutions=800x1333 fits each image into these pixels, portrait or landscape; without it, images
+are resized as in the evaluation of the WORKDIR's run, or fit into 800x1333.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def _check(asked: argparse.Namespace, has_split: bool, task: Task) -> None:
     """Rejects incompatible arguments."""
     if asked.dataset not in (None, *task.sets):
         raise ConfigError(
-            f"--dataset={asked.dataset} is of another task than the model: use one of "
+            f"--dataset={asked.dataset} belongs to a different task than the model: use one of "
             f"{', '.join(task.sets)}"
         )
     if (asked.dataset is None) != (asked.images is None) or not (asked.dataset or has_split):

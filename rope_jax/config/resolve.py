@@ -287,13 +287,13 @@ def _check_combinations(config: Config) -> None:
         ),
         (
             optim.cooldown_epochs and optim.schedule in ("constant", "step"),
-            f"--config.optim.cooldown_epochs={optim.cooldown_epochs} does not go with "
+            f"--config.optim.cooldown_epochs={optim.cooldown_epochs} cannot be combined with "
             f"--config.optim.schedule={optim.schedule}, which does not end at a minimum: set the "
             "cooldown to 0, or use cosine or poly",
         ),
         (
             config.loss == "binary" and config.label_smoothing,
-            f"--config.label_smoothing={config.label_smoothing} does not go with "
+            f"--config.label_smoothing={config.label_smoothing} cannot be combined with "
             "--config.loss=binary, whose targets are 0 or 1: set the smoothing to 0, or use "
             "--config.loss=softmax",
         ),
@@ -310,7 +310,7 @@ def _check_combinations(config: Config) -> None:
         ),
         (
             config.seeds > 1 and config.mesh.fsdp > 1,
-            f"{seeds} does not go with --config.mesh.fsdp={config.mesh.fsdp}: set one to 1",
+            f"{seeds} cannot be combined with --config.mesh.fsdp={config.mesh.fsdp}: set one to 1",
         ),
         (
             config.seed + config.seeds > 2**32,

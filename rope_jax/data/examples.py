@@ -28,7 +28,7 @@ from rope_jax.system.files import warn
 BAD_IMAGES = ("error", "skip")
 MAX_BOXES = 100  # of an image, by default
 _BAD_SHARE = 1000  # one image in 1,000 may be skipped
-_TOGETHER = 64  # consecutive batches that upright and lying images are divided among
+_TOGETHER = 64  # consecutive batches among which portrait and landscape images are divided
 Size = tuple[int, int]  # height, width
 Ids = tuple[Int64[np.ndarray, "*b"], Int64[np.ndarray, "*b"]]  # epochs and indices of examples
 Drawn = tuple[Augmentation | None, UInt64[np.ndarray, " b"]]  # with the draws of some examples
@@ -234,7 +234,7 @@ def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[S
         canvases: see `batches`.
 
     Raises:
-        ValueError: none of them holds an upright and a lying image of the largest size.
+        ValueError: none of them holds both a portrait and a landscape image of the largest size.
     """
     crops = [one for one in parse_loader(augment) if one.entry.stage == CROP]
     if not crops and not images.one_size:

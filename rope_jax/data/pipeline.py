@@ -100,8 +100,8 @@ def batches(
             in a thousand (rounded up) end the stream.
         canvases: of sets with boxes whose images differ in size: (height, width) that the images of
             a batch are padded to, the smallest that holds all of them; none for the set's size.
-            All shards have the same in every batch. The images of a batch are all upright or all
-            lying after the crop, but for at most one batch in 64.
+            All shards have the same in every batch. The images of a batch are all portrait or all
+            landscape after the crop, except in at most one batch in 64.
         max_boxes: rows for the objects of an image.
         waiting: called once a second while a batch that is prepared ahead is awaited, with the
             seconds so far; may raise to stop.

@@ -70,9 +70,9 @@ class CCTOptions(ViTOptions):
         stride = (self.conv_stride * _POOL[1]) ** self.conv_layers
         if self.conv_layers and self.patch_size != stride:
             raise ValueError(
-                f"patch_size={self.patch_size} does not go with conv_layers={self.conv_layers} of "
-                f"conv_stride={self.conv_stride}, which make a token of every {stride} pixels: "
-                f"use patch_size={stride}, or other layers"
+                f"patch_size={self.patch_size} does not match {self.conv_layers} conv_layers of "
+                f"conv_stride={self.conv_stride}, which make one token per {stride} pixels: use "
+                f"patch_size={stride}, or other layers"
             )
 
     @property

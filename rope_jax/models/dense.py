@@ -244,15 +244,15 @@ def _norms(head: str, wanted: Description) -> tuple[bool | None, bool]:
     last_norm = wanted.options.get("last_norm", normalised)
     if normalised and not last_norm:
         raise ValueError(
-            f"last_norm=False does not go with the head {head!r}, which takes normalised maps: "
-            "leave it out"
+            f"last_norm=False cannot be combined with the head {head!r}, which needs normalised "
+            "maps: leave it out"
         )
     if normalised or not last_norm:
         return normalised, last_norm
     if entry.family.hierarchical or entry.family.own_maps:
         raise ValueError(
-            f"last_norm=True does not go with the head {head!r} on {wanted.name}, whose maps have "
-            "norms of their own: leave it out"
+            f"last_norm=True cannot be combined with the head {head!r} on {wanted.name}, whose "
+            "maps have norms of their own: leave it out"
         )
     return None, True
 

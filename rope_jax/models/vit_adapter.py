@@ -225,8 +225,8 @@ class ViTAdapter(ViT):
         """
         if blocks is not None or norm:
             raise ValueError(
-                f"blocks={blocks} and norm={norm} do not go with ViT-Adapter, whose four maps are "
-                "of no single block and have norms of their own: leave both out"
+                f"blocks={blocks} and norm={norm} cannot be combined with ViT-Adapter, whose four "
+                "maps belong to no single block and have norms of their own: leave both out"
             )
         options, (grid,) = self.options, self.grids(images.shape[1:3])
         keys = self.training_keys(train, key, 1 + len(options.groups))

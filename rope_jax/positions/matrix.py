@@ -157,7 +157,7 @@ def _count_blocks(block: int, stage: Stage, multiple: int = 1) -> int:
     if block not in fit:
         blocks = "blocks" if multiple == 1 else "as many blocks for each axis"
         raise ValueError(
-            f"block={block} does not go with head dimension {head_dim}: {blocks} must fill a head; "
+            f"block={block} does not fit head dimension {head_dim}: {blocks} must fill a head; "
             f"{advice_for_heads('block', fit)}"
         )
     return head_dim // block

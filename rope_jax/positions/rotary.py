@@ -69,7 +69,7 @@ class Rotary(Position):
         if k_rope < 1 or head_dim % (channels * k_rope):
             fit = [k for k in range(1, head_dim + 1) if head_dim % (channels * k) == 0]
             raise ValueError(
-                f"k_rope={k_rope} does not go with head dimension {head_dim}: the head dimension "
+                f"k_rope={k_rope} does not fit head dimension {head_dim}: the head dimension "
                 f"must be divisible by {channels} * k_rope; {advice_for_heads('k_rope', fit)}"
             )
         self.pairs = head_dim // (2 * k_rope)

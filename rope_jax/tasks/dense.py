@@ -56,8 +56,8 @@ def check_dense(
     family = find_head(head_call(config.model.head).name).family
     if config.accumulate > 1 and not family.divisible:
         raise ConfigError(
-            f"--config.accumulate={config.accumulate} does not go with {head}, whose loss is "
-            "divided by what there is in a batch: use --config.accumulate=1"
+            f"--config.accumulate={config.accumulate} cannot be combined with {head}, whose loss "
+            "is divided by the number of objects in a batch: use --config.accumulate=1"
         )
     with blame("--config.data.augment"):
         split = split_augment(config.data.augment)

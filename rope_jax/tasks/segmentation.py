@@ -50,9 +50,9 @@ class Segmentation:
         check_dense(config, images, labels=self.labels, sources=sources, moved=moved)
         if config.loss_pixels == "valid" and config.accumulate > 1:
             raise ConfigError(
-                f"--config.accumulate={config.accumulate} does not go with --config.loss_pixels="
-                "valid, whose divisor differs between the parts of a batch: use "
-                "--config.accumulate=1 or --config.loss_pixels=all"
+                f"--config.accumulate={config.accumulate} cannot be combined with "
+                "--config.loss_pixels=valid, whose divisor differs between the parts of a batch: "
+                "use --config.accumulate=1 or --config.loss_pixels=all"
             )
 
     def prepare_batch(

@@ -35,7 +35,7 @@ def export(
     The program of a model that detects objects takes images of one canvas, padded with 0 at the
     bottom and on the right, and their extents, int32 [B, 2] (rows, columns); it returns a
     dictionary of `boxes` [B, N, 4], corners x1, y1, x2, y2 in pixels of the canvas, `scores` and
-    `classes` [B, N], the surest first.
+    `classes` [B, N], the highest-scoring first.
 
     >>> import pathlib, tempfile
     >>> import jax, jax.export, jax.numpy as jnp

@@ -249,7 +249,7 @@ def cat(model: nnx.Module) -> Table:
     rotary = rotary_of(model.position) if decayed else None
     if rotary is not None and rotary.pairing != pairing:
         raise ValueError(
-            f"pairing={rotary.pairing} does not go with weights for pairing={pairing} and "
+            f"pairing={rotary.pairing} cannot be combined with weights for pairing={pairing} and "
             "imprint='decayed', which adds to channels of q and k as they are: create the model "
             f"with a position of pairing={pairing}"
         )

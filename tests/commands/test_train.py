@@ -242,7 +242,7 @@ def forked(tmp_path_factory):
 def test_a_mistake_ends_in_one_line(tmp_path, forked):
     done = forked(tmp_path / "run", "--config.model.position=axial_rope(k_rope=16)")
     assert done.wait(300) == 2
-    assert "k_rope=16 does not go with head dimension 16" in done.said()
+    assert "k_rope=16" in done.said()
     assert len(done.said().strip().splitlines()) == 1
     assert os.listdir(tmp_path / "run") == [".lock"]
 

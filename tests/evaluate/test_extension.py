@@ -1,4 +1,4 @@
-"""Models beyond the size of training: rules for rotations set in evaluation or with the scheme."""
+"""Models beyond the training resolution: rules of rotary schemes, set there or in evaluation."""
 
 import functools
 import unittest.mock

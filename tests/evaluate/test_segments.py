@@ -196,7 +196,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
             "--stride=9 leaves out pixels between windows of 12x8: use at most 8",
         ),
         (["--window=15"], r"15x15 is not divisible by the patch size 2: .* \[--window\]"),
-        (["--dataset=real", "--images=x"], "--dataset=real is of another task than the model"),
+        (["--dataset=real", "--images=x"], "--dataset=real belongs to a different task"),
         (["--crop=0.9"], "--crop is for models that classify images, and this one does not"),
     ],
 )

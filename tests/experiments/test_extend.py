@@ -57,7 +57,7 @@ def test_the_first_images_are_scored_with_the_rule(monkeypatch):
 
 
 def test_rows_are_evaluated_once_and_continue(tmp_path, monkeypatch, capsys):
-    """At the size of training all rules are the same."""
+    """At the training resolution all rules are the same."""
     save_run(tmp_path, 3, position="rope2d")
     (tmp_path / "config.json").write_text(json.dumps({"seed": 0, "seeds": 1}))
     asked, out = [], tmp_path / "out.json"

@@ -91,24 +91,24 @@ def test_all_shards_have_one_canvas_and_the_stream_resumes_anywhere(images):
 
 @pytest.fixture
 def many(tmp_path):
-    """Sixty images, two thirds of them lying."""
+    """Sixty images, two thirds of them landscape."""
     sizes = {100 + k: (12, 16) if k % 3 else (16, 12) for k in range(60)}
     folder = write_coco(tmp_path / "many", sizes, {k: [(3, 1, 1, 9, 9)] for k in sizes})
     return load("coco", str(folder), "train", (20, 20), crop="fit(short=12,long=16)")
 
 
-def test_images_of_a_batch_are_upright_or_lying(many):
+def test_images_of_a_batch_are_portrait_or_landscape(many):
     """All but one batch of every 15, an epoch; each has the images that it has in any order."""
     crop = "detr_crop(low=12,high=16,step=4,long=20,before_low=12,before_high=12,before_step=1,"
     options = {"batch_size": 4, "seed": 1, "augment": f"{crop}cut_low=8,cut_high=12)"}
     canvases = {"canvases": ((16, 20), (20, 16), (20, 20)), "max_boxes": 1}
     found = take(30, batches(many, **options, **canvases))
-    upright = np.array([batch["extent"][:, 0] > batch["extent"][:, 1] for batch in found])
-    mixed = upright.any(axis=1) & ~upright.all(axis=1)
+    portrait = np.array([batch["extent"][:, 0] > batch["extent"][:, 1] for batch in found])
+    mixed = portrait.any(axis=1) & ~portrait.all(axis=1)
     assert mixed.reshape(2, 15).sum(axis=1).max() <= 1
-    assert 5 < upright.all(axis=1).sum() < 20
+    assert 5 < portrait.all(axis=1).sum() < 20
     assert {batch["image"].shape[1:3] for batch in found[:15]} >= {(16, 20), (20, 16)}
-    assert np.diff(upright.all(axis=1)[:15]).sum() > 3  # kinds of the batches in turn
+    assert np.diff(portrait.all(axis=1)[:15]).sum() > 3  # kinds of the batches in turn
     for step, batch in enumerate(found):
         assert data.batch_ids(many, step, **options) == batch["index"].tolist()
     in_order = [data.batch_examples(n, batch_size=4, seed=1, count=60) for n in range(30)]

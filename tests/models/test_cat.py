@@ -175,10 +175,7 @@ def test_weights_for_one_pairing_serve_the_other_without_an_imprint_on_q_and_k()
     assert np.abs(np.subtract(jitted(half)(images), jitted(interleaved)(images))).max() > 0.01
     rope_jax.convert_state_dict(interleaved, export_state_dict(half, source="cat"), source="cat")
     np.testing.assert_allclose(jitted(interleaved)(images), jitted(half)(images), rtol=0, atol=1e-5)
-    with pytest.raises(
-        ValueError,
-        match="pairing=interleaved does not go with weights for pairing=half and imprint='decayed'",
-    ):
+    with pytest.raises(ValueError, match=r"pairing=interleaved.*pairing=half"):
         export_state_dict(small(position.format("interleaved"), **RELEASED), source="cat")
 
 

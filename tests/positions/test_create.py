@@ -130,7 +130,7 @@ def test_no_text_raises_anything_but_a_value_error(text):
             "rpb(shrink=pad)",
             "shrink must be one of bicubic, antialias, bilinear, crop",
         ),
-        ("rope2d(k_rope=0)", "k_rope=0 does not go with head dimension 16"),
+        ("rope2d(k_rope=0)", "k_rope=0 does not fit head dimension 16"),
         ("lape", "lape(...) takes one scheme inside, as in lape(ape), but 0 schemes are given"),
         (
             "lape(ape,sincos1d)",
@@ -197,8 +197,7 @@ def test_what_does_not_exist_is_refused_with_what_does(text, advice):
         (
             "axial_rope(k_rope=16)",
             {"head_dim": 32},
-            "k_rope=16 does not go with head dimension 32: the head dimension must be divisible by "
-            "4 * k_rope; use k_rope of 1 or 2 or 4 or 8, or a model with another width or number",
+            "use k_rope of 1 or 2 or 4 or 8, or",
         ),
         (
             "rope1d(k_rope=32)",
@@ -209,15 +208,13 @@ def test_what_does_not_exist_is_refused_with_what_does(text, advice):
         (
             "liere(block=3)",
             {},
-            "block=3 does not go with head dimension 16: blocks must fill a head; use block of 2 "
-            "or 4 or 8 or 16, or a model with another width or number of heads",
+            "use block of 2 or 4 or 8 or 16, or",
         ),
         ("liere", {"head_dim": 6}, "use block of 2 or 3 or 6, or a model with another width"),
         (
             "comrope(variant=ap)",
             {"head_dim": 8},
-            "block=8 does not go with head dimension 8: as many blocks for each axis must fill a "
-            "head; use block of 2",
+            "use block of 2",
         ),
         ("string", {"head_dim": 6}, "head dimension 6 must be divisible by 4"),
         ("spherical_rope", {"head_dim": 2}, "head dimension 2 has no group of three channels"),

@@ -250,7 +250,7 @@ def test_all_seeds_start_from_the_same_weights(together):
             {"data__on_device": False},
             r"seeds=2 needs the images on the device: add --config.data.on_device=True",
         ),
-        ({"mesh__fsdp": 2}, r"seeds=2 does not go with --config.mesh.fsdp=2"),
+        ({"mesh__fsdp": 2}, r"seeds=2 cannot be combined with --config.mesh.fsdp=2"),
         ({"seed": 2**32 - 1}, "seeds=2 from --config.seed=4294967295 on reach beyond .*: use a"),
         ({"seeds": 0}, "seeds must be a whole number of at least 1, not 0"),
     ],

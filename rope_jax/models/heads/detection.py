@@ -14,7 +14,7 @@ from rope_jax.positions.grids import Grid
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Detections:
-    """Boxes with classes that a model finds in each image, the surest first.
+    """Boxes with classes that a model finds in each image, the highest-scoring first.
 
     Attributes:
         boxes: x1, y1, x2, y2 in pixels of the model's input.
@@ -78,7 +78,7 @@ def best_detections(
     extent: Int[Array, "B 2"],
     number: int,
 ) -> Detections:
-    """The surest pairs of a box and a class, without suppression of boxes that overlap.
+    """The highest-scoring pairs of a box and a class, without suppression of boxes that overlap.
 
     Args:
         logits: of every class; a box may be detected as several of them.

@@ -192,7 +192,7 @@ class Dino(Head):
         return Started(content, references, allowed(slots, self.options.queries))
 
     def result(self, predictions: DinoPredictions, image_size: Grid) -> Detections:
-        """The surest detections of the last layer, in pixels."""
+        """The highest-scoring detections of the last layer, in pixels."""
         logits, boxes = (x[-2] for x in (predictions.logits, predictions.boxes))
         extent = extents(predictions.extent, image_size, logits.shape[0])
         return best_detections(logits, boxes, extent, self.options.detections)
