@@ -26,7 +26,7 @@ Maker = Callable[[], Start]  # compiles
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The same computation in several forms.
+    """One computation in several forms.
 
     Attributes:
         group: its part and kind; ratios are averaged over a group.

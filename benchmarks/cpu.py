@@ -89,7 +89,7 @@ def asked_of_peer(config: Config) -> dict[str, Any]:
 
 
 def peer(process: subprocess.Popen) -> tuple[int, Take]:
-    """The same of a process of `_torch_vit.py`."""
+    """The same measurement in a process of `_torch_vit.py`."""
 
     def answer() -> Any:
         line = process.stdout.readline()

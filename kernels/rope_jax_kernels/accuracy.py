@@ -1,4 +1,4 @@
-"""How far a kernel may be from the exact result: one rule for the tests and for the tuner."""
+"""The allowed error of a kernel: one rule for the tests and for the tuner."""
 
 from typing import Any
 

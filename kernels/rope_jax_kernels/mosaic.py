@@ -1,4 +1,4 @@
-"""What the kernels for Mosaic GPU of rotations and of attention share."""
+"""Common parts of the Mosaic GPU kernels of rotations and attention."""
 
 from collections.abc import Callable
 from typing import Any

@@ -97,7 +97,7 @@ def _sentence(name: str) -> str:
 
 
 def unlike(groups: Groups) -> list[str]:
-    """What else than the position differs from the first row: settings, and the steps of training.
+    """Differences from the first row other than the position: settings, and training steps.
 
     Returns:
         One sentence for each row that differs.

@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
     high: float = math.nan
 
     def text(self, sign: str = "") -> str:
-        """In percent, with the interval; the sign may be "+".
+        """The value in percent, with its interval; `sign` may be "+".
 
         >>> Estimate(0.5, 0.25, 0.75).text(), Estimate(0.5).text("+")
         ('50.0 [25.0, 75.0]', '+50.0')

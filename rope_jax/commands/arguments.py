@@ -97,7 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         plugins.load_installed()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
-        """As in `argparse`. A process whose own words are read goes on if its output is closed."""
+        """`argparse`'s; a process that reads its own words continues if its output closes."""
         if args is None:
             keep_going_unread()
         return super().parse_args(args, namespace)
@@ -225,7 +225,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command_name(module: str) -> str:
-    """What the user typed to start the command: "python -m MODULE", or "rope_jax evaluate"."""
+    """The command as the user typed it: "python -m MODULE", or "rope_jax evaluate"."""
     return sys.argv[0] if sys.argv[0].startswith("rope_jax ") else f"python -m {module}"
 
 
@@ -263,7 +263,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str =
 
 
 def reads(annotation: Any) -> dict[str, Any]:
-    """How an argument is read: as a flag, several words, or one; for `add_argument`.
+    """The options of `add_argument` that read a flag, several words, or one.
 
     >>> reads(list[str] | None)["nargs"], reads(bool)
     ('+', {'action': 'store_true'})

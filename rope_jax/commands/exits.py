@@ -1,4 +1,4 @@
-"""How a command that trains ends: one-line errors, exit statuses."""
+"""The end of a command that trains: one-line errors, exit statuses."""
 
 import contextlib
 import multiprocessing

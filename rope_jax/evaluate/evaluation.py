@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def task(self) -> Task:
-        """Of the model."""
+        """The model's task."""
         return task_of(self.model)
 
     @property
@@ -93,7 +93,7 @@ class Evaluation:
         return row
 
     def identity(self) -> dict[str, Any]:
-        """What else than the settings of all tasks identifies the row."""
+        """The identity of the row beyond the settings of all tasks."""
         folder = self.asked["images"]
         return self.task.identity(self.images, folder, self.model, self.preprocessing, self.own)
 

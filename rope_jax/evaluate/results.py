@@ -86,7 +86,7 @@ def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 
 def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """The same for a run that can evaluate again: a damaged file is set aside, with a warning.
+    """`read_results` for a run that can evaluate again: a damaged file is set aside with a warning.
 
     >>> import tempfile
     >>> workdir = pathlib.Path(tempfile.mkdtemp())
@@ -215,7 +215,7 @@ def read_evaluations(path: pathlib.Path) -> list[Row]:
 
 
 def usable_evaluations(path: pathlib.Path) -> list[Row]:
-    """The same for a command that can evaluate again: a damaged file is set aside.
+    """`read_evaluations` for a command that can evaluate again: a damaged file is set aside.
 
     >>> usable_evaluations(pathlib.Path("runs/none/evaluations.json"))
     []

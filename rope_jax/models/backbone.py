@@ -281,7 +281,7 @@ class Backbone(nnx.Module):
         return None
 
     def drawn(self) -> list[str]:
-        """What a forward pass in training draws: options, and "position"."""
+        """The random parts of a forward pass in training: options, and "position"."""
         options = self.options
         augments = any(part.position.augments for part in self.parts().values())
         named = [name for name in options.draws if getattr(options, name) > 0]

@@ -75,7 +75,7 @@ class DenseModel(Backbone):
         key: Array | None = None,
         **given: Any,
     ) -> Any:
-        """What the task's loss takes: the head's predictions.
+        """The head's predictions, the input of the task's loss.
 
         Args:
             images, extent, train, key: as in `__call__`.
@@ -258,7 +258,7 @@ def _norms(head: str, wanted: Description) -> tuple[bool | None, bool]:
 
 
 def _problem(head: type[Head], backbone: Backbone) -> str | None:
-    """What a head takes and what this backbone has instead, in words; None if it serves."""
+    """The head's input and what this backbone has instead, in words; None if they match."""
     stages = len(backbone.parts())
     if head.strides is None:
         return "one map, not the four" if backbone.own_maps else None
@@ -290,7 +290,7 @@ def _taken(
     rngs: nnx.Rngs,
     dtypes: dict,
 ) -> _Taken:
-    """What a head, with options, takes of a backbone."""
+    """The input that a head with these options takes from a backbone."""
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
     offers = "maps" if backbone.own_maps else "stages" if len(stages) > 1 else "blocks"

@@ -1,4 +1,4 @@
-"""What a model declares of itself: the arguments that create it again, and its preprocessing."""
+"""A model's description: the arguments that create it again, and its preprocessing."""
 
 import dataclasses
 import math

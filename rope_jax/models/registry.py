@@ -222,7 +222,7 @@ def describe(
     given: Mapping[str, Any],
     overrides: Mapping[str, Any],
 ) -> Description:
-    """What `create_model` is asked for, complete.
+    """The complete arguments of `create_model`.
 
     Args:
         name: of the model.

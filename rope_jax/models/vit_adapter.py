@@ -168,7 +168,7 @@ class Extractor(nnx.Module):
 
 
 class Interaction(nnx.Module):
-    """What acts around one group of blocks: an injector before it, extractors after it."""
+    """The modules around one group of blocks: an injector before it, extractors after it."""
 
     def __init__(
         self, options: ViTAdapterOptions, extractors: int, *, rngs: nnx.Rngs, dtypes: dict

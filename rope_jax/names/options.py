@@ -52,7 +52,7 @@ class Range:
 
 
 class Words(str):
-    """What an annotation allows in other words than its own, in `Annotated`."""
+    """A description of allowed values that replaces the annotation's own, in `Annotated`."""
 
 
 Count = Annotated[int, Range(low=1)]

@@ -1,4 +1,4 @@
-"""What has a name: schemes, models, heads, image sources, augmentations and tasks."""
+"""Registries by name: schemes, models, heads, image sources, augmentations and tasks."""
 
 import fnmatch
 import keyword

@@ -43,7 +43,7 @@ def size_text(size: Sequence[int]) -> str:
 
 
 def other_command(module: str) -> str:
-    """How the user calls a command that is not running, for hints.
+    """Another command in the form that the user typed this one, for hints.
 
     >>> other_command("rope_jax.data.verify")  # or "rope_jax data verify", under `rope_jax`
     'python -m rope_jax.data.verify'
@@ -79,7 +79,7 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def find_line(error: BaseException) -> str:
-    """Where an exception stopped a module, " (path/of/module.py, line 3)", for its message.
+    """The line at which an exception stopped a module, " (path/of/module.py, line 3)".
 
     Args:
         error: caught by the function that imported or called the module. A SyntaxError itself says

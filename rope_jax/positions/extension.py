@@ -42,7 +42,7 @@ _LADDER = 1e-3  # ln(high / low) above which frequencies are a ladder, and not a
 
 
 class Extent(NamedTuple):
-    """What a query sees along each axis of coordinates.
+    """The extent that a query attends to along each axis of coordinates.
 
     Attributes:
         sides: patches, [A].
@@ -84,7 +84,7 @@ class Extent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extension:
-    """How a rotary scheme goes on beyond its map of training: its options.
+    """The options of a rotary scheme for grids larger or smaller than in training.
 
     Attributes:
         extend: one of `RULES`.

@@ -62,7 +62,7 @@ expm.defvjp(_expm_forward, _expm_backward)
 
 
 def _squarings(matrices: Array) -> Array:
-    """How often to halve the matrices so that none rotates by more than one radian."""
+    """The number of halvings after which no matrix rotates by more than one radian."""
     # The norm is an upper bound on the largest angle.
     norm = jnp.max(jnp.sum(jnp.abs(matrices), axis=-1), initial=0)
     return jnp.clip(jnp.ceil(jnp.log2(norm)), 0, 60).astype(jnp.int32)

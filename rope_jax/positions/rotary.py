@@ -111,7 +111,7 @@ class Rotary(Position):
         self.extension = dataclasses.replace(self.extension, **options)
 
     def extents(self, grid: Grid | Video) -> tuple[Extent, Extent]:
-        """What a query saw of the map of training, and sees of another one."""
+        """The extents that a query attends to in training and on another grid."""
         trained = self.trained
         if type(trained.pattern) is not type(self.stage.pattern):  # see `with_pattern`
             trained = dataclasses.replace(trained, pattern=self.stage.pattern)

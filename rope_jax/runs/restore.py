@@ -36,7 +36,7 @@ def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], 
 def create_model(
     name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
 ) -> nnx.Module:
-    """As `rope_jax.weights.create.create_model`; opens the workdir of a run, too."""
+    """`rope_jax.weights.create.create_model`, which also opens the workdir of a run."""
     if pretrained in (False, name) and without_runs.names_weights(os.fspath(name)):
         weights = _of_run(name)
         if isinstance(weights, WeightsFile):

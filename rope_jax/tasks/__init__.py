@@ -1,4 +1,4 @@
-"""What models are trained for, one object a task.
+"""The tasks that models are trained for, one object per task.
 
 Training calls
 

@@ -203,7 +203,7 @@ class Classification:
         pictures: int,
         asked: Mapping[str, Any],
     ) -> tuple[Row, list[Any]]:
-        """Of a run's own split (without a `crop`), or of image files."""
+        """Evaluates a run's own split (without a `crop`), or image files."""
         if asked["crop"] is None:
             (row,) = evaluator.score(images)
             note = weights_rule(evaluator.config.averaged)

@@ -1,4 +1,4 @@
-"""What the tasks of dense prediction share."""
+"""Common parts of the tasks of dense prediction."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def check_dense(
 
 
 def dense_identity(model: nnx.Module, folder: str | None) -> dict[str, Any]:
-    """What identifies a row of a model with a head."""
+    """The identity of a row of a model with a head."""
     blocks = model.blocks and list(model.blocks)
     return {"head": model.head_notation, "blocks": blocks, "images": folder}
 

@@ -82,7 +82,7 @@ class Evaluator:
     def count(
         self, images: data.Images | data.Streamed, steps: int | None = None
     ) -> tuple[list[list[Any]], int]:
-        """What the scores of a set need, and the number of images that were used.
+        """The counts from which a set's scores are computed, and the number of images used.
 
         Args:
             images: a test split or evaluation set at one resolution.

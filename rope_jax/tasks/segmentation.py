@@ -127,7 +127,7 @@ class Segmentation:
         pictures: int,
         asked: Mapping[str, Any],
     ) -> tuple[Row, list[Segmented]]:
-        """In the `Views` that are asked for."""
+        """Evaluates with the requested `Views`."""
         views = asked_views(images, **asked)
         check_classes(model, images)
         if views.window is not None:

@@ -23,7 +23,7 @@ _LONG = 4  # an image's longer side is at most this many times the size, as in m
 
 @dataclasses.dataclass(frozen=True)
 class Views:
-    """How an image is segmented.
+    """The scales, flips and windows with which an image is segmented.
 
     Attributes:
         scales: of the resized images, relative to the size of evaluation.

@@ -96,7 +96,7 @@ class Windows:
         self._probabilities = jax.jit(own(_probabilities, probabilities))
 
     def programs(self) -> dict[str, int]:
-        """How many programs were compiled, of the model and for canvases."""
+        """The numbers of compiled programs, of the model and for canvases."""
         own = {"model": self._apply, "windows": self._add_windows, "canvas": self._probabilities}
         return {name: function._cache_size() for name, function in own.items()}
 
@@ -194,7 +194,7 @@ def _probabilities(
     rows: Float[Array, "H h"],
     columns: Float[Array, "W w"],
 ) -> Float[Array, "H W K"]:
-    """Those of mean logits after resizing by a matrix for each axis."""
+    """Probabilities of mean logits after resizing by a matrix for each axis."""
     means = sums / count[..., None]
     means = jnp.einsum("yh,hwk->ywk", rows, means, precision="highest")
     return probabilities(jnp.einsum("xw,ywk->yxk", columns, means, precision="highest"))

@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common before its first step."""
+"""Comparison of all processes of a run before its first step."""
 
 import contextlib
 import functools

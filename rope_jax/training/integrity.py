@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint on disk: a manifest with the size and hash of every other file.
+"""The manifest of a checkpoint on disk: the size and hash of every other file.
 
 A step whose files differ from its manifest is damaged. Files that cannot be read at the moment (a
 failing network, too few file handles) are an error instead, so that no good checkpoint is taken

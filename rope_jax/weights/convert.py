@@ -277,7 +277,7 @@ def plan_conversion(
 
 
 def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bool]:
-    """How many tensors of a file a source has a place for, 0 if none fills a parameter.
+    """The number of a file's tensors that a source knows, 0 if none fills a parameter.
 
     And whether it has rotations, if the model has: of equal counts, that is the larger one.
     """
@@ -303,7 +303,7 @@ def rotates(model: nnx.Module) -> bool:
 def _without_parameter(
     model: nnx.Module, table: Table, shapes: Shapes, left: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """What the model computes in place of tensors that fill no parameter, and problems of others.
+    """Tensors that the model computes instead of storing, and problems of others.
 
     Args:
         model, table: that is filled, and the names of the source.

@@ -201,7 +201,7 @@ def _plan(
     new_head: bool,
     grids: Grids | None = None,
 ) -> tuple[nnx.Module, str, Conversion]:
-    """What weights are for, the model or its backbone, the source of their names, and the plan.
+    """The target of weights (the model or its backbone), the source of their names, and the plan.
 
     `grids` are those of the file, or as given. If several sources name the weights equally well,
     but pair channels for rotation differently, one that has other problems is as good as any: these
@@ -236,7 +236,7 @@ def _plan(
 def _candidates(
     model: nnx.Module, file: WeightsFile, source: str | None
 ) -> list[tuple[nnx.Module, str]]:
-    """What weights may be for, the model or its backbone, each with a source of their names.
+    """Possible targets of weights (the model or its backbone), each with a source of their names.
 
     The source is the given one, else that of the file or of its hub's owner, else all that name
     most of the tensors, in the order of `SOURCES`.
@@ -295,7 +295,7 @@ def _grids(model: nnx.Module, file: WeightsFile, source: str) -> Grids:
 
 
 def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
-    """What to tell about weights of a different model; None for those of this one.
+    """A message about weights of a different model; None for those of this one.
 
     `backbone` is whether the model is that of a model of dense prediction.
     """
@@ -310,7 +310,7 @@ def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | 
 
 
 def _advice(model: nnx.Module, saved: Mapping[str, Any]) -> str:
-    """What to do about weights of a model of other options."""
+    """Advice for weights of a model with other options."""
     here = dataclasses.asdict(model.options)
     both = [name for name in CLASSIFIER_OPTIONS if name in here and name in saved]
     there = {name: saved[name] for name in both if saved[name] != here[name]}

@@ -94,7 +94,7 @@ class Metadata:
             ) from None
 
     def differences(self, model: nnx.Module, *, backbone: bool = False) -> list[str]:
-        """How the model of the weights differs from `model`, in what weights depend on.
+        """Differences between the weights' model and `model` on which weights depend.
 
         A backbone of dense prediction may have windows that the classifier had not (ViTDet), no
         class token or last norm, and another epsilon of its norms (Segmenter).

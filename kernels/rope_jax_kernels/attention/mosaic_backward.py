@@ -235,7 +235,7 @@ class Program:
     def products(
         self, pairs: list[tuple[int, int]], keys: Array, queries: Array, half: Any
     ) -> list[Float[Array, "64 32"]]:
-        """Of a block of keys (or values) and half a block of queries (or their gradient)."""
+        """Products of a block of keys (values) with half a block of queries (their gradient)."""
         views = [(self.rows[a][1].at[keys], self.rows[b][1].at[queries]) for a, b in pairs]
         if self.task.interpret:
             return [

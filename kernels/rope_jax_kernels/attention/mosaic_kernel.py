@@ -105,7 +105,7 @@ def store_rows(ref: Any, x: Float[Array, "64 D"]) -> None:
 
 
 def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
-    """What a matrix instruction computes, for interpret mode."""
+    """The result of a matrix instruction, for interpret mode."""
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 

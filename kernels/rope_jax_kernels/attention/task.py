@@ -1,4 +1,4 @@
-"""What the attention kernels are told before they are traced: the problem, and how it is cut."""
+"""Static arguments of the attention kernels: the problem, and how it is divided into tiles."""
 
 import dataclasses
 

@@ -122,7 +122,7 @@ def _closed_backward(
 
 
 def _open_backward(launch: Launch, operands: Operands, wanted: Wanted) -> tuple[tuple, tuple, None]:
-    """As `_closed_backward`, by two kernels and without the gradient of the bias."""
+    """`_closed_backward` with two kernels, without the gradient of the bias."""
     task, (*inputs, _), q = launch.task, operands.data, operands.data[0]
     batch, lse = q.shape[0], inputs[-1]
     of_q, of_lse = device.shapes_like(q, (q.shape, q.dtype), (lse.shape, jnp.float32))

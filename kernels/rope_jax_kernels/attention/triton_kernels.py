@@ -163,7 +163,7 @@ class Backward:
         self.turner, self.row = Turner(self.task, turning, self.head), whole_row(self.task)
 
     def of(self, item: Int[Array, ""]) -> "Backward":
-        """The same for an example."""
+        """These tiles of one example."""
         here = copy.copy(self)
         here.item = item
         return here

@@ -87,7 +87,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured of one call, with its gradients or without them.
+    """The measurements of one call, with its gradients or without them.
 
     Attributes:
         choice: the fastest candidate that is right.

@@ -257,7 +257,7 @@ class Trial:
         return {name: error(x, self.exact[name]) for name, x in few.items()}
 
     def fault(self, program: Callable) -> str | None:
-        """What is wrong with a compiled candidate: too large an error, or two runs that differ."""
+        """The fault of a compiled candidate: too large an error, or two runs that differ."""
         results, again = self.run(program, 1), self.run(program, 1)
         for name, found in self.errors(results).items():
             gradient = name.startswith("gradient")

@@ -50,7 +50,7 @@ class Call:
 
     @property
     def direction(self) -> str:
-        """What is measured: "forward" for its value alone, or "training" for its gradients, too."""
+        """ "forward" if the value alone is measured, "training" if its gradients are, too."""
         return "training" if self.gradients else "forward"
 
 

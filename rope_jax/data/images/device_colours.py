@@ -53,7 +53,7 @@ def photometric(
 
 
 class Changes(NamedTuple):
-    """What is done to one image.
+    """The changes of one image.
 
     Attributes:
         wanted: whether brightness, contrast, saturation and hue are changed.

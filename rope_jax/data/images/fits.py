@@ -23,7 +23,7 @@ _WHOLE = 2**24  # pixels: with more, an image is not resized as a whole
 
 
 class Placing(NamedTuple):
-    """How an image is brought to its size.
+    """The resizing and cropping of an image to its size.
 
     Attributes:
         resized: size to which the whole image is resized.

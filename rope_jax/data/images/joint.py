@@ -142,7 +142,7 @@ def nearest_crop(
 def bilinear_crop(
     image: Pixels, resized: tuple[int, int], corner: tuple[int, int], extent: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows columns 3"]:
-    """The same part of the image, bilinearly between the centres of pixels."""
+    """A part of the image, interpolated bilinearly between the centres of pixels."""
     mixed = image
     for axis in (0, 1):
         before, after, first = image.shape[axis], resized[axis], corner[axis]

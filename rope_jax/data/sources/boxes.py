@@ -102,7 +102,7 @@ class Annotations:
         return np.bincount(self.images[trained], minlength=len(self.ends))
 
     def remarks(self) -> list[str]:
-        """What is done about boxes outside of their images, and those without an area."""
+        """Notes on boxes that reach beyond their images or have no area, and their treatment."""
         empty, beyond = int(self.empty.sum()), int((self.outside & ~self.empty).sum())
         found = []
         if beyond:
@@ -114,7 +114,7 @@ class Annotations:
 
 
 class Boxed:
-    """What sets of images with boxes have in common, in memory or not.
+    """Common parts of sets of images with boxes, in memory or not.
 
     Their `labels`, one of each image, are 0: those of objects are in `annotations`. Each kind has
     `pixels(example)`, an image as it is stored, uint8 [h, w, 3].
@@ -215,7 +215,7 @@ class StreamedBoxes(Boxed, Streamed):
 
     @property
     def annotations(self) -> Annotations:
-        """Of the images."""
+        """The annotations of the images."""
         return self.source.annotations
 
     def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:

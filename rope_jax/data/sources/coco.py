@@ -78,7 +78,7 @@ class Coco(Files):
         return Annotations(**{name: self.array(_FILE.format(name)) for name in names})
 
     def fingerprint(self) -> str:
-        """That of the images, and a checksum of the annotations and the names of the classes."""
+        """The images' fingerprint, and a checksum of annotations and names of classes."""
         names = repr(self.class_names).encode()
         checksum = zlib.crc32(names, self.annotations.checksum())
         return f"{super().fingerprint()}, annotations {checksum:08x}"

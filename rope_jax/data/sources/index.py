@@ -121,11 +121,11 @@ class Source(abc.ABC):
         return np.atleast_1d(self.labels[example]).tolist()
 
     def label_errors(self) -> list[str]:
-        """What is wrong with labels of pixels, which are all read; a sentence for each image."""
+        """Reads all labels of pixels; returns a sentence for each image with invalid ones."""
         return []
 
     def remarks(self) -> list[str]:
-        """What is odd about the files or labels, and what is done about it, in sentences."""
+        """Sentences about unusual files or labels, and their treatment."""
         return []
 
     def array(self, name: str) -> np.ndarray:
@@ -289,7 +289,7 @@ class Streamed:
 
     @property
     def labels_kind(self) -> Labels:
-        """What the labels are."""
+        """The kind of the labels."""
         return find_labels(self.labels_of)
 
     def fingerprint(self) -> str:

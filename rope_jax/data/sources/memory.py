@@ -112,7 +112,7 @@ class Images:
 
     @property
     def labels_kind(self) -> Labels:
-        """What the labels are."""
+        """The kind of the labels."""
         return find_labels(self.labels_of)
 
     def fingerprint(self) -> str:

@@ -88,7 +88,7 @@ class Packed(Source):
         return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
     def fingerprint(self) -> str:
-        """As of other sources, and the sha256 of classes, labels, shapes and pixels."""
+        """The fingerprint of any source, and the sha256 of classes, labels, shapes and pixels."""
         content = [self.about[entry] for entry in ("class_names", "files", "shards")]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return f"{super().fingerprint()} content {digest[:16]}"

@@ -140,7 +140,7 @@ class Masks(Files):
         return values
 
     def fingerprint(self) -> str:
-        """That of the images, and a checksum of the files of labels and of the names of classes."""
+        """The images' fingerprint, and a checksum of label files and names of classes."""
         return f"{super().fingerprint()}, labels {self._labels_sum:08x}"
 
     @functools.cached_property

@@ -104,7 +104,7 @@ def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
 
 
 def load_scene_boxes(split: str, size: tuple[int, int], seed: int = 0) -> BoxImages:
-    """The same scenes with a box around what is visible of each digit; classes are the digits.
+    """Scenes with a box around the visible part of each digit; classes are the digits.
 
     Arguments as of `load_scenes`.
     """

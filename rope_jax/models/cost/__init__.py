@@ -75,7 +75,7 @@ def cost(model: nnx.Module, image_size: int | Grid, *, depth: int | None = None)
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where a value of a program comes from; constants come from nowhere, None.
+    """The origin of a value of a program; None for constants.
 
     Attributes:
         path: of a variable of the model; or of the module that products of this activation with

@@ -1,4 +1,4 @@
-"""What detection heads take and return: the boxes of a batch, and detections."""
+"""Input and output of detection heads: the boxes of a batch, and detections."""
 
 import dataclasses
 from typing import Any

@@ -106,7 +106,7 @@ class Head(nnx.Module):
 
     @abc.abstractmethod
     def result(self, predictions: Any, image_size: Grid) -> Any:
-        """What a model returns for images of (height, width) pixels."""
+        """The model's output for images of (height, width) pixels."""
 
     @abc.abstractmethod
     def loss(

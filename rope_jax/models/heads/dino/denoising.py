@@ -20,7 +20,7 @@ _REPLACED = 0.25  # probability of another label
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Where the queries of denoising lie.
+    """The places of denoising queries.
 
     With m boxes in the image that has most of them, a group has 2 m slots: for every row of the
     targets a positive one, which is near its box, and then for every row a negative one. The number

@@ -111,7 +111,7 @@ class Started:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What the transformer returns, of R layers, T queries in all and Q chosen ones.
+    """The transformer's output, for R layers, T queries in all and Q chosen ones.
 
     Attributes:
         states: after every layer, normalised.
