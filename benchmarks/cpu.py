@@ -1,4 +1,4 @@
-"""Training on a CPU: images per second of a step, beside eager PyTorch.
+"""Training on a CPU: images per second of a step, compared with eager PyTorch.
 
     python -m benchmarks cpu --torch /path/to/python --out benchmarks/results/cpu.json
     python -m benchmarks cpu -- batch_size=32 model.name=vit_s16 model.options=drop_path=0.0 \\

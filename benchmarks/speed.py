@@ -1,4 +1,4 @@
-"""Speed of kernels and models beside jax.nn, cuDNN and other libraries, in one table.
+"""Speed of kernels and models compared with jax.nn, cuDNN and other libraries, in one table.
 
     python -m benchmarks speed --out benchmarks/results/speed_gpu.json
     python -m benchmarks speed --parts attention --only nat_mini
@@ -33,7 +33,7 @@ through that together exceed every cache, unless sixteen do not. `copy_us` is th
 memory traffic at the bandwidth of a copy, which is measured in the same process (`limits`). Ratios
 are of a form's time to that of the fastest of our kernels with the same position.
 
---table measures what a table of the thesis has, and shows its figures beside ours: A.1 and A.2
+--table measures what a table of the thesis has, and shows its numbers next to ours: A.1 and A.2
 (rotations, cache hot), 4.4 and D.1 (images per second of models).
 """
 

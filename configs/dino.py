@@ -9,7 +9,7 @@
     rope_jax evaluate runs/dino_vit
 
 COCO is the official folder, see docs/detection.md. The weights of `init_from` are those of a
-classifier with the same scheme. vit_b and vit_l are ViTDet: windows of 14 tokens but for four
+classifier with the same scheme. vit_b and vit_l are ViTDet: windows of 14 tokens in all but four
 blocks, without class token and last norm, and maps made from the last one.
 
 Hardware: 8 GPUs of the A100 class, 2 images each. Hours: estimated, not measured, from six times

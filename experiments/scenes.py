@@ -1,4 +1,4 @@
-"""Segmentation of scenes with several schemes: does RoPE help beside APE, and more at larger sizes?
+"""Segmentation of scenes with several schemes: is RoPE above APE, and more so at larger sizes?
 
     python -m experiments scenes --out experiments/results/scenes_cpu.json
 

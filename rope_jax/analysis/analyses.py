@@ -56,7 +56,7 @@ def attention(
         loaded: the model.
         out: folder to write to.
         images: file or folder; default: the test split of the WORKDIR's data
-        resolution: pixels, 224 or 224x320; default: that of training
+        resolution: pixels, 224 or 224x320; default: the training resolution
         count: number of images
         batch_size: images in a step
     """
@@ -85,7 +85,7 @@ def maps(
         loaded: the model.
         out: folder to write to.
         images: file or folder; default: the test split of the WORKDIR's data
-        resolution: pixels, 224 or 224x320; default: that of training
+        resolution: pixels, 224 or 224x320; default: the training resolution
         count: number of images
         batch_size: images in a step
         query: y,x of the query; default: the class token, or the centre

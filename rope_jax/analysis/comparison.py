@@ -13,7 +13,7 @@ Estimates = Mapping[str, Mapping[Size, Estimate]]  # by group and resolution
 
 
 def scores(groups: Groups) -> Estimates:
-    """The main score of each group at each of its resolutions, that of training first."""
+    """The main score of each group at each of its resolutions, the training resolution first."""
     return {
         name: {size: score(list(rows.values())) for size, rows in rows_by_size(group).items()}
         for name, group in groups.items()

@@ -72,7 +72,7 @@ def _accuracy(groups: Groups, found: Estimates, out: pathlib.Path) -> list[str]:
     alone = over_images if name in SHARES else "; a single run has none"
     text = (
         f"{_sentence(what)} in percent ({first['dataset']} {first['split']}, "
-        f"{first['count']:,} images). The first resolution is that of training. Of several "
+        f"{first['count']:,} images). The first size is that of training. Of several "
         f"evaluation crops the first counts; the others are below. Intervals are of 95 %: "
         f"Student's t over runs with several seeds{alone}."
     )

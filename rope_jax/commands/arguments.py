@@ -238,7 +238,7 @@ def add_image_set(parser: argparse.ArgumentParser) -> None:
     add("--path", required=True, help="of the images")
     both = ",".join(SPLITS)
     add("--splits", default=both, help="train, test, or both with a comma")
-    number = "processes, by default one a core; 0 for none beside this one"
+    number = "processes, by default one a core; 0 for this one alone"
     add("--workers", type=Argument(CountOrZero), default=cores(), help=number)
 
 

@@ -79,7 +79,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--positions", default="ape,rope_mixed,axial_rope", help=schemes)
     add("--seeds", type=Argument(Count), default=3, help="runs of each scheme")
     add(
-        "--resolutions", help="evaluated after that of training: 160,224x320; default: the recipe's"
+        "--resolutions",
+        help="evaluated after that of training: 160,224x320; default: the recipe's",
     )
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/compare"), help="folder of the runs")
     asked, asked.settings = parser.parse_with_settings(arguments)

@@ -21,15 +21,15 @@ from rope_jax.training.signals import Interrupted
 
 _BAD_IMAGES = (
     f"`{other_command('rope_jax.data.verify')}` lists all that cannot be used, and "
-    "--config.data.bad_images=skip goes on without them"
+    "--config.data.bad_images=skip skips them"
 )
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
 _LOST_PROCESS = (
     "if the connection to another process was lost, that process has ended, and its own output has "
-    "the reason; the same command goes on from the newest checkpoint"
+    "the reason; the same command resumes from the newest checkpoint"
 )
 _ALONE = (
-    "without saving, as other processes wait for this one: the same command goes on from the "
+    "without saving, as other processes wait for this one: the same command resumes from the "
     "newest checkpoint"
 )
 # Seconds. When the first of several processes ends, jax aborts the others, which may have an error
@@ -80,7 +80,7 @@ def _end_of(error: BaseException, workdir: str) -> tuple[int, str | None]:
             return 128 + number, f"stopped by {error} {_ALONE}"
         if not error.saved:
             return 128 + number, f"stopped by {error} before there was anything to save"
-        return 0, f"stopped by {error}; saved in {workdir}: run the same command to go on"
+        return 0, f"stopped by {error}; saved in {workdir}: run the same command to resume"
     for kind, status, sentence in _ENDS:
         if isinstance(error, kind):
             return status, sentence.format(error)

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="file to write")
-    add("--resolution", help="224 or 224x320; default: that of training")
+    add("--resolution", help="224 or 224x320; default: the training resolution")
     add("--batch", type=Argument(Count), help="images in a call; default: any number")
     known = f"comma-separated, of {','.join(PLATFORMS)}"
     add("--platforms", default=",".join(PLATFORMS), help=known)

@@ -115,7 +115,7 @@ class DataConfig:
     workers: CountOrZero | None = _setting(
         None,
         "processes that decode images (needs the extra `data`); None for as many as there are "
-        "cores, 0 for none beside the main one",
+        "cores, 0 for the main process alone",
         resumable=True,
     )
     on_device: bool = _setting(

@@ -126,7 +126,7 @@ class ViTOptions(Options):
         check_divisible("the model", self.width, {"heads": self.heads})
         if self.attention != "global" and (self.class_token or self.registers):
             raise ValueError(
-                f"attention={self.attention!r} has no place for a class token and registers: set "
+                f"attention={self.attention!r} does not support a class token and registers: set "
                 "class_token=False and registers=0"
             )
         if self.pooling in ("class", "class_mean") and not self.class_token:

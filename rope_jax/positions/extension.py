@@ -1,8 +1,8 @@
-"""Rotary embeddings beyond the map of training: the rules of language models, along each axis.
+"""Rotary embeddings beyond the training grid: the rules of language models, along each axis.
 
 The angle of a pair of channels is coordinates times frequencies, so that every rule is a factor on
-the frequencies of an axis, whatever the scheme. All are written in patches of training: a scheme
-turns a pair by w radians from one patch to the next on the map of training. A query sees T patches
+the frequencies of an axis, whatever the scheme. All are written in training patches: a scheme
+turns a pair by w radians from one patch to the next on the training grid. A query sees T patches
 along an axis there and n = s T here (the map, or its window or neighbourhood), and the pair turns
 by
 
@@ -89,7 +89,7 @@ class Extension:
     Attributes:
         extend: one of `RULES`.
         log_scale: whether logits grow with the logarithm of the number of tokens.
-        alpha, beta: of yarn, in turns over the map of training.
+        alpha, beta: of yarn, in turns over the training grid.
     """
 
     extend: Literal[*RULES] = "none"
@@ -107,7 +107,7 @@ class Extension:
     def freqs(
         self, freqs: Float[Array | np.ndarray, "*layers N A R"], trained: Extent, here: Extent
     ) -> Float[Array | np.ndarray, "*layers N A R"]:
-        """The frequencies for a map of another size; unchanged on the map of training.
+        """The frequencies for a map of another size; unchanged on the training grid.
 
         >>> rows = lambda n: Extent(np.array([n]), np.array([1.0]), n)
         >>> ladder = np.array([[[1.0, 0.1, 0.01]]])
@@ -141,7 +141,7 @@ class Extension:
         return freqs * (steps * self._factor(turned, trained.sides[:, None], stretch))
 
     def _factor(self, turned: Any, sides: np.ndarray, stretch: np.ndarray) -> Any:
-        """The rule, as a factor on radians per patch of training; [A, 1] or like `turned`."""
+        """The rule, as a factor on radians per training patch; [A, 1] or like `turned`."""
         if self.extend == "interpolate":
             return 1 / stretch
         stretch = np.maximum(stretch, 1)
@@ -162,7 +162,7 @@ class Extension:
         return stretch**-place
 
     def logit_scale(self, trained: Extent, here: Extent, prefix: int) -> float:
-        """Factor on the logits of attention; 1 on the map of training.
+        """Factor on the logits of attention; 1 on the training grid.
 
         With L tokens, `log_scale` is ln L / ln L_trained, at any size (Chiang and Cholak, arXiv
         2202.12172). Otherwise that of YaRN, 1 / t with sqrt(1 / t) = 0.1 ln s + 1 (arXiv

@@ -46,13 +46,13 @@ class Rotary(Position):
             weights of Heo et al., EVA-02 and VisionLLaMA are interleaved; the converter permutes.
         k_rope: only the first head_dim / k_rope channels of a head are rotated (thesis section
             3.3).
-        extend: the rule on a map that is not that of training: "none" (the scheme's own),
+        extend: the rule on a grid of another size than in training: "none" (the scheme's own),
             "extrapolate", "interpolate", "ntk" or "yarn", see `rope_jax.positions.extension`.
         log_scale: False; True scales logits by ln L / ln L_trained, for L tokens in attention, in
             place of yarn's temperature.
-        alpha: yarn interpolates pairs that turn less often than this over the map of training; 1
+        alpha: yarn interpolates pairs that turn less often than this over the training grid; 1
             by default.
-        beta: yarn extrapolates pairs that turn more often than this over the map of training; 32
+        beta: yarn extrapolates pairs that turn more often than this over the training grid; 32
             by default.
     """
 
@@ -197,7 +197,7 @@ def token_coords(
                 "the coordinates of a rotary scheme are not evenly spaced, so that no window "
                 "represents the others: declare `relative = False` in its class"
             )
-        # A window that is padded may be larger than the map: the coordinates go on as they are.
+        # A window that is padded may be larger than the map: the coordinates continue as they are.
         beyond = [(0, max(n - m, 0)) for n, m in zip((height, width), coords.shape, strict=False)]
         coords = np.pad(coords, [*beyond, (0, 0)], "reflect", reflect_type="odd")[:height, :width]
     if not isinstance(stage.pattern, Global):

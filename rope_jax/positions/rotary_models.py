@@ -70,7 +70,7 @@ class AS2DRope(Rotary):
 
     Options:
         base: of the frequencies base**(-i / (R/2)) of each axis, 10000.
-        anchor: side of the map of training in patches, 14; the coordinates of every map run from 0
+        anchor: side of the training grid in patches, 14; the coordinates of every map run from 0
             to just below it.
     """
 

@@ -170,7 +170,7 @@ class Position(nnx.Module):
         wraps: the scheme wraps another one, as in `lape(ape)`.
         within_windows: a transform of its terms sees windows only, not the whole map.
         shrink: how its bias table is resampled to a smaller map; None for schemes without one.
-        extension: how its rotation goes on beyond the map of training; None for schemes without
+        extension: how its rotation extends to other grid sizes; None for schemes without
             one. Its fields are options of the scheme, besides those of the constructor.
     """
 

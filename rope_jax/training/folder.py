@@ -140,7 +140,7 @@ class Run:
     def _require_same_run(
         self, setup: Setup, about: dict[str, Any], override: Sequence[str]
     ) -> None:
-        """Rejects a checkpoint of another config or other images, but for what may differ."""
+        """Rejects a checkpoint of another config or other images, except for what may differ."""
         stored = resolve_stored(about.get("config"), f"the checkpoint of {self.workdir}")
         data = about["data"] if isinstance(about.get("data"), dict) else {}
         lines = differences(stored, setup.config, override)

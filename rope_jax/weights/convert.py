@@ -89,7 +89,7 @@ class Conversion:
         frozen: expected values of tensors that the model computes, by name.
         problems: everything that does not fit.
         new_head: whether the model's head keeps its initial weights.
-        unused: tensors of a classifier that the model, which is none, has no place for.
+        unused: tensors of a classifier that the model lacks, as it is none.
         fresh: starts of the names of parameters that keep their initial weights, as no classifier
             has them.
         backbone: whether the weights are those of a classifier, or of the backbone of another

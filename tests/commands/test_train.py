@@ -63,7 +63,7 @@ def test_exit_statuses(error, status, words, capsys):
 def test_a_saved_stop_is_no_failure(capsys):
     with exits.exit_statuses("runs/x", distributed=False):
         raise stopped_by("SIGINT", saved=True)
-    told = "stopped by SIGINT; saved in runs/x: run the same command to go on\n"
+    told = "stopped by SIGINT; saved in runs/x: run the same command to resume\n"
     assert capsys.readouterr().out == told
 
 
