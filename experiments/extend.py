@@ -23,6 +23,7 @@ from benchmarks._runner import Keep, earlier
 from experiments._claims import Table, spread
 from rope_jax.analysis.intervals import student
 from rope_jax.config import Config, resolve_stored
+from rope_jax.data import Images, Streamed
 from rope_jax.evaluate import Evaluator, at_any_resolution
 from rope_jax.evaluate.results import main_score
 from rope_jax.names.notation import Call, parse
@@ -91,14 +92,13 @@ def rows_of(
             about | {"rule": x, "resolution": list(size)} for x in rules if x == "none" or not alike
         ]
         todo = [row for row in rows if not any(row.items() <= other.items() for other in found)]
-        images = first_images(config, size, count) if todo else None
+        images = first_images(load_split(config, "test", size), count) if todo else None
         for row in todo:
             yield row | score(model, config, images, row["rule"])
 
 
-def first_images(config: Config, size: Size, count: int | None) -> Any:
-    """The test split of a run at a size, or its first images."""
-    images = load_split(config, "test", size)
+def first_images(images: Images | Streamed, count: int | None) -> Images | Streamed:
+    """The first images of a split; all with None."""
     if count is None:
         return images
     if not images.in_memory:

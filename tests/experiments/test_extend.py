@@ -38,7 +38,7 @@ def test_a_rule_replaces_that_of_the_scheme(position):
 
 
 def test_the_first_images_are_scored_with_the_rule(monkeypatch):
-    images = extend.first_images(Config(), (8, 8), 30)
+    images = extend.first_images(load_split(Config(), "test", (8, 8)), 30)
     assert len(images.images) == 30
     assert (images.labels == load_split(Config(), "test", (8, 8)).labels[:30]).all()
     seen, original = [], accuracy.at_resolution
