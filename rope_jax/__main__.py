@@ -10,6 +10,7 @@ import importlib
 import sys
 
 from rope_jax import __version__
+from rope_jax.system.streams import keep_going_unread
 
 # Command -> module of `rope_jax.commands`, its function, which reads `sys.argv`, and what it does.
 COMMANDS = {
@@ -30,6 +31,7 @@ _HELP = ("-h", "--help", "help")
 
 def main() -> None:
     """Runs the sub-command that `sys.argv` names, or lists the sub-commands."""
+    keep_going_unread()
     words = sys.argv[1:]
     if words[:1] == ["--version"]:
         print(f"rope_jax {__version__}")

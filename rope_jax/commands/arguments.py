@@ -64,6 +64,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help or ''}{added}".replace("%", "%%").strip()
 
 
+def _path(text: str) -> pathlib.Path:
+    if not text:  # of a shell's variable without a value, for one
+        raise argparse.ArgumentTypeError("must be a path, not ''")
+    return pathlib.Path(text)
+
+
 class _LoadPlugin(argparse.Action):
     """Imports the module that the argument names."""
 
@@ -85,6 +91,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *, load_plugins: bool = True, **options: Any):
         super().__init__(formatter_class=Help, **options)
+        self.register("type", pathlib.Path, _path)
         if not load_plugins:
             return
         self.add_argument(

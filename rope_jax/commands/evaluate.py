@@ -26,12 +26,12 @@ import pathlib
 from typing import Annotated, Any
 
 from rope_jax.commands.arguments import Argument, CommandParser, add_model_arguments, command_parser
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, blame
 from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import rules
 from rope_jax.evaluate.evaluation import Evaluation
-from rope_jax.evaluate.results import class_score, class_table, results_table
+from rope_jax.evaluate.results import class_score, class_table, read_evaluations, results_table
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import LoadedModel, load_model
@@ -123,6 +123,9 @@ def _evaluate(asked: argparse.Namespace) -> None:
         if getattr(asked, name) is None:
             setattr(asked, name, value)
     _check(asked, about.config is not None, task_of(about.model))
+    if asked.out is not None:
+        with blame("--out"):
+            read_evaluations(asked.out)  # a file of another kind is not set aside
     sizes = [about.image_size]
     if asked.resolutions:
         sizes = [image_pair(text) for text in asked.resolutions.split(",")]

@@ -28,10 +28,10 @@ def main(argv: list[str] | None = None) -> int:
             for split in asked.splits.split(",")
         ]
         results = [verify(source, workers=asked.workers) for source in sources]
+        bad = sum(map(_print_result, results))
+        print(f"{sum(result['images'] for result in results):,} images, {bad} found bad")
         if asked.report is not None:
             write_file(asked.report, json.dumps(results, indent=1) + "\n")
-    bad = sum(map(_print_result, results))
-    print(f"{sum(result['images'] for result in results):,} images, {bad} found bad")
     return int(bad > 0)
 
 

@@ -86,10 +86,14 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as error:
+        advice = (
+            "; write my_schemes for a file my_schemes.py, and install it, run from its folder, or "
+            "add that folder to PYTHONPATH"
+        )
+        missing = isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name))
         raise ValueError(
             f"plug-in {name!r} ({wanted_by}) cannot be imported: {type(error).__name__}: "
-            f"{error}{find_line(error)}; write my_schemes for a file my_schemes.py, and install "
-            "it, run from its folder, or add that folder to PYTHONPATH"
+            f"{error}{find_line(error)}{advice if missing else ''}"
         ) from error
     finally:
         _importing.pop()

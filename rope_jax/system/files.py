@@ -166,7 +166,7 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
                 f"{path} cannot be locked ({error.strerror}): use a workdir on a file system with "
                 "locks, or mount this one with them"
             ) from error
-        for left in workdir.glob("*.tmp"):  # by a process that was killed while it wrote a file
+        for left in workdir.glob("*.[0-9]*.tmp"):  # by a process that was killed in `write_file`
             left.unlink(missing_ok=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -97,7 +97,7 @@ def test_models_are_listed_by_pattern(monkeypatch, capsys):
     assert int(said.split()[-1].replace(",", "")) > 10_000
 
 
-@pytest.mark.parametrize("words", [["positions"], ["models"], ["data", "verify", "--help"]])
+@pytest.mark.parametrize("words", [["positions"], ["data", "verify", "--help"], ["--help"]])
 def test_a_list_that_nobody_reads_is_no_error(words, monkeypatch):
     """As in `rope_jax positions | head`."""
     reader, writer = os.pipe()

@@ -139,6 +139,15 @@ def test_no_row_is_written_into_a_folder_that_was_exchanged(tmp_path, monkeypatc
     assert not list(workdir.iterdir())
 
 
+def test_a_file_or_folder_of_another_kind_stays(command, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "set"):
+        with refused(capsys, rf"{name} is .*\[--out\]"):
+            command(f"--out={tmp_path / name}")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "set" / "class1").is_dir()
+
+
 def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
     save_run(tmp_path, 2, kernels="xla")
     used = []

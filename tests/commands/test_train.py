@@ -91,6 +91,7 @@ def test_one_of_several_processes_names_the_others(monkeypatch, capsys):
         (["--config.data=1"], "--config.data is not a setting"),
         (["--noconfig.epochs"], "--config.epochs must be a number above 0"),
         (["--mode=test"], "--mode: invalid choice: 'test'"),
+        (["--workdir="], "--workdir: must be a path, not ''"),
         (["--heartbeat=1"], "--heartbeat: must be a whole number of at least 2, not 1"),
         (["--strict_restore=maybe"], "--strict_restore: must be True or False, not 'maybe'"),
     ],
@@ -121,7 +122,7 @@ def test_settings_may_follow_switches():
 
 
 def test_flags_are_written_in_several_ways():
-    asked, _ = train.parse(["--config=digits", "--workdir="])
+    asked, _ = train.parse(["--config=digits", "--workdir=x"])
     assert (asked.strict_restore, asked.distributed, asked.resume_override) == (False, False, "")
     words = ["-config", "digits", "--workdir", "runs/x", "--resume_override=seed,batch_size"]
     words += ["--plugins=one", "--plugins=two", "--strict_restore", "--distributed=true"]

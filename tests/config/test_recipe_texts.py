@@ -39,7 +39,7 @@ def test_expected_accuracies_are_those_of_the_papers_tables(name):
     start = re.search(r"Expected top-1 in percent \((.+?)\), not\s+trained\s+here", text, re.S)
     of_source = lambda found: [x for x in found if x["source"] == " ".join(start[1].split())]
     shown = []
-    for what, model, position, values in cells(text, after=start[0], before="Deviations from"):
+    for what, model, position, values in cells(text, after=start[0], before="Known deviations"):
         dataset, sides = what.split(" ", 1)
         for side, value in zip(sides.split(", "), values.split(", "), strict=True):
             about = {"dataset": dataset, "resolution": [int(side)] * 2}

@@ -138,13 +138,17 @@ def test_fingerprints_tell_contents_apart(tmp_path):
     one = lambda name: load("folder", str(tmp_path / name), "train", (8, 8)).fingerprint()
     prints = [one("a"), one("b")]
     assert prints[0] == prints[1]
-    changed = tmp_path / "b" / "train" / "n00000001" / "n00000001_0.JPEG"
+    classes = tmp_path / "b" / "train"
+    (classes / "n00000002").rename(classes / "n00000003")
+    prints.append(one("b"))
+    (classes / "n00000003").rename(classes / "n00000002")
+    changed = classes / "n00000001" / "n00000001_0.JPEG"
     changed.write_bytes(written["train", "n00000001/n00000001_1.JPEG"])
     prints.append(one("b"))
     changed.unlink()
     os.mkfifo(changed)  # which nobody writes to: it is left to training
     prints.append(one("b"))
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 4
 
 
 def test_fingerprints_compare_the_sizes_of_all_files(tmp_path):
@@ -193,6 +197,22 @@ def test_folder_refuses(tmp_path):
         with pytest.raises(ValueError, match="dog has no images"):
             load("folder", str(tmp_path), split, (8, 8))
         assert load("folder", str(tmp_path), split, (8, 8), allow_empty=True).classes == 3
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (["Train/cat", "Val/cat"], "has a folder 'Train'"),  # no classes of that name
+        (["train", "val"], "has no folders of classes for the train split"),
+        ([], "has no folders of classes"),
+    ],
+)
+def test_images_in_the_wrong_folders_are_refused(tmp_path, folders, words):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "1.png").write_bytes(b"x")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        Folder(str(tmp_path), "train")
 
 
 def test_the_stream_of_files_is_that_of_their_pixels(tmp_path):
@@ -518,7 +538,7 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     train, test = json.loads((tmp_path / "report.json").read_text())
     bad = [one["name"] for one in train["bad"] + test["bad"]]
     assert bad == ["n00000001/n00000001_1.JPEG", "n00000002/n00000002_0.JPEG"]
-    with refused(capsys, "nothing has no folder for the train split"):
+    with refused(capsys, "nothing does not exist"):
         verify_main(["--source=folder", f"--path={tmp_path / 'nothing'}"])
     # What verify lists is what prepare refuses, and leaves out where it is told to.
     packing = [*arguments, f"--out={tmp_path / 'packed'}"]

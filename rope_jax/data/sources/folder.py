@@ -16,6 +16,7 @@ from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, write_index
 from rope_jax.system.files import read_regular
 
+_SPLITS = ("train", "test", "val")
 _HELD_OUT = 5  # every fifth image of a class, where the folder has no splits
 # Of image files, in any case; `decode_image` reads them by their content.
 ENDINGS = (".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -74,23 +75,28 @@ class Folder(Files):
         allow_empty: whether a folder of a class may be empty.
 
     Raises:
-        FileNotFoundError: the split has no folder.
-        ValueError: it has no images, a class that the training split lacks, or a class folder
-            without images.
+        FileNotFoundError: the split has no folders of classes.
+        ValueError: it has no images, a class that the training split lacks, a class folder without
+            images, or is named in upper case.
     """
 
     def __init__(self, path: str, split: str, *, allow_empty: bool = False):
         splits = ("train",) if split == "train" else ("test", "val")
         folders = [Path(path, name) for name in splits if Path(path, name).is_dir()]
-        whole = not any(Path(path, name).is_dir() for name in ("train", "test", "val"))
-        if not folders and not (whole and listed(Path(path), folders=True)):
+        whole = not any(Path(path, name).is_dir() for name in _SPLITS)
+        folder = Path(path) if whole or not folders else folders[0]
+        classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
+        if not classes or not (whole or folders):
+            problem = f"has no folders of classes for the {split} split, {' or '.join(splits)}"
             raise FileNotFoundError(
-                f"{path} has no folder for the {split} split, {' or '.join(splits)}: arrange the "
+                f"{path} {problem if Path(path).exists() else 'does not exist'}: arrange the "
                 f"images as {path}/train/CLASS/* and {path}/val/CLASS/*, or all of them as "
                 f"{path}/CLASS/*, of which every fifth is then a test image"
             )
-        folder = Path(path) if whole else folders[0]
-        classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
+        if meant := [
+            name for name in classes if whole and name.lower() in ("train", "test", "val")
+        ]:
+            raise ValueError(f"{path} has a folder {meant[0]!r}: splits are in lower case")
         if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
@@ -102,7 +108,7 @@ class Folder(Files):
             raise ValueError(
                 f"{folder / empty[0]} has no images ({len(empty)} of {len(classes)} classes are "
                 f"empty): add some ({', '.join(ENDINGS)}), remove the folder, or allow it with "
-                "allow_empty=True"
+                "allow_empty=True (--config.data.allow_empty=True, `data prepare --allow_empty`)"
             )
         files = [
             (f"{name}/{file}", label)

@@ -295,8 +295,9 @@ class Streamed:
     def fingerprint(self) -> str:
         """Size of the images; number, classes, labels and names of their files; and a checksum.
 
-        The latter is of the sizes of all files, and of the content of up to 256 images, evenly
-        spaced. It stands at the end: runs of earlier versions have a fingerprint without it.
+        The latter is of the names of classes, the sizes of all files, and the content of up to 256
+        images, evenly spaced. It stands at the end: runs of earlier versions have a fingerprint
+        without it.
         """
         count = len(self.labels)
 
@@ -309,6 +310,7 @@ class Streamed:
         with ThreadPoolExecutor() as pool:
             sums = list(pool.map(checksum, sorted({k * count // _SAMPLE for k in range(_SAMPLE)})))
         content = zlib.crc32(np.array([*sums, *self.source.sizes()], np.int64))
+        content = zlib.crc32(repr(self.source.class_names).encode(), content)
         size = f"{self.size[0]}x{self.size[1]}"
         return f"{size} of {self.source.fingerprint()}, content {content:08x}"
 
