@@ -18,12 +18,6 @@ class PostponedOptions(Options):
     count: Count | None = None
 
 
-def crop(
-    image, *, pad: int = 4, scale: Optional[float] = None, fill: Literal["edge"] | None = None
-):
-    pass
-
-
 def measure(keep, *, table: Literal["4.4", "D.1"] | None = None, sizes: list[int] | None = None):
     """Measures."""
     keep(got=[table, sizes])

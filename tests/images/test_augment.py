@@ -62,9 +62,10 @@ def test_parse():
             "must be one of bilinear, bicubic, random, not",
         ),
         ("erase(p=2)", "p must be a number of at least 0 and at most 1, not 2"),
-        (
-            "color_jitter(contrast=3)",
-            "contrast must be a number of .* at most 1, not 3",
+        ("color_jitter(contrast=3)", "contrast must be a number of .* at most 1, not 3"),
+        *(
+            (f"photometric({name}={value})", f"{name} must be .*, not {value}")
+            for name, value in (("contrast", 2), ("brightness", 256), ("hue", 181), ("hue", 1.5))
         ),
     ],
 )

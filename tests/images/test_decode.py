@@ -1,6 +1,7 @@
 import contextlib
 import csv
 import io
+import itertools
 import os
 import re
 import struct
@@ -67,12 +68,18 @@ def over_white(colour, alpha):
     return np.rint((colour * alpha.astype(float) + 255.0 * (255 - alpha)) / 255).astype(np.uint8)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "1"])
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF"])
-def test_lossless_colour_grey_and_one_bit(mode, kind):
-    image = picture(mode)
-    pixels = decode_image(encode(image, kind, lossless=True, compression="tiff_lzw"))
-    np.testing.assert_array_equal(pixels, np.asarray(image.convert("RGB")))
+LOSSLESS = [
+    *itertools.product(("RGB", "L", "1"), ("PNG", "WEBP", "BMP", "TIFF")),
+    *(("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("RGBA", "TIFF")),
+]
+
+
+@pytest.mark.parametrize(("mode", "kind"), LOSSLESS)
+def test_lossless_pixels_are_those_of_the_picture_over_white(mode, kind):
+    rgba = np.asarray(picture(mode).convert("RGBA"))
+    options = {"lossless": True, "exact": True, "compression": "tiff_lzw"}
+    pixels = decode_image(encode(picture(mode), kind, **options))
+    np.testing.assert_array_equal(pixels, over_white(rgba[..., :3], rgba[..., 3:]))
     assert (pixels.dtype, pixels.flags.carray) == (np.uint8, True)  # contiguous and writeable
 
 
@@ -83,16 +90,6 @@ def test_jpeg_modes_equal_pillow(mode, progressive):
     image = Image.open(io.BytesIO(data))
     assert image.mode == mode
     np.testing.assert_array_equal(decode_image(data), np.asarray(image.convert("RGB")))
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind"), [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("RGBA", "TIFF")]
-)
-def test_alpha_over_white(mode, kind):
-    image = picture(mode)
-    rgba = np.asarray(image.convert("RGBA"))
-    pixels = decode_image(encode(image, kind, lossless=True, exact=True))
-    np.testing.assert_array_equal(pixels, over_white(rgba[..., :3], rgba[..., 3:]))
 
 
 @pytest.mark.parametrize(
@@ -382,22 +379,15 @@ def test_peak_memory_of_a_strip_that_is_resized_whole(tmp_path):
     assert peak < 7 * GIGABYTE // 10
 
 
-@pytest.fixture(scope="module")
-def odd_images(tmp_path_factory):
-    place = tmp_path_factory.mktemp("odd")
-    with tarfile.open(Path(os.environ["ROPE_JAX_TEST_IMAGES"], "odd_images.tar")) as archive:
-        archive.extractall(place, filter="data")
-    with open(place / "expected.csv", newline="") as file:
-        rows = [(row[0], row[2]) for row in csv.reader(file, delimiter="|")][1:]
-    return place, rows
-
-
 @pytest.mark.images("odd_images.tar")
-def test_odd_images_decode_as_pillow_does(odd_images):
-    place, rows = odd_images
+def test_odd_images_decode_as_pillow_does(tmp_path):
+    with tarfile.open(Path(os.environ["ROPE_JAX_TEST_IMAGES"], "odd_images.tar")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    with open(tmp_path / "expected.csv", newline="") as file:
+        rows = [(row[0], row[2]) for row in csv.reader(file, delimiter="|")][1:]
     decoded = 0
     for name, result in rows:
-        data = (place / name).read_bytes()
+        data = (tmp_path / name).read_bytes()
         if result != "ok" or name.endswith((".gif", ".tga", ".j2k")):
             with pytest.raises(ValueError, match=r"."):
                 decode_image(data)

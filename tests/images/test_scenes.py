@@ -1,17 +1,10 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rope_jax import data
 from rope_jax.data.device_batches import DeviceBatches, take
-from rope_jax.data.sources import scenes as module
 from rope_jax.data.sources.scenes import LabelMaps, draw_scene
-
-
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(module, "COUNTS", {"train": 12, "test": 6})
 
 
 def test_a_scene_is_a_function_of_seed_split_number_and_size():
@@ -57,7 +50,7 @@ def test_larger_scenes_have_more_digits_of_the_same_size():
     assert 0.8 < area[1] / area[0] < 1.25
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 def test_sets_of_scenes_are_drawn_at_the_size_that_is_asked_for():
     test = data.load("scenes", split="test", image_size=(48, 64))
     assert (test.images.shape, test.labels.shape) == ((6, 48, 64, 3), (6, 48, 64))
@@ -65,7 +58,7 @@ def test_sets_of_scenes_are_drawn_at_the_size_that_is_asked_for():
     assert data.load("scenes").size == (64, 64)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 def test_scenes_refuse_what_cannot_be():
     images = data.load("scenes", image_size=(16, 24))
     with pytest.raises(ValueError, match=r"on_device=True goes with .*, not with resized_crop"):
@@ -76,7 +69,7 @@ def test_scenes_refuse_what_cannot_be():
         data.load("scenes", "here")
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 def test_labels_are_flipped_with_their_images_on_host_and_device():
     images = data.load("scenes", image_size=(16, 24))
     options = {"batch_size": 12, "seed": 0, "augment": "flip"}
@@ -87,13 +80,13 @@ def test_labels_are_flipped_with_their_images_on_host_and_device():
         np.testing.assert_array_equal(image, images.images[index][:, ::step])
         np.testing.assert_array_equal(labels, images.labels[index][:, ::step])
     assert flips == {1, -1}
-    on_device = jax.tree.map(jnp.asarray, next(DeviceBatches(images, **options)))
-    found = take(jnp.asarray(images.images), jnp.asarray(images.labels), on_device, "flip")
+    on_device = next(DeviceBatches(images, **options))
+    found = jax.jit(take, static_argnums=3)(images.images, images.labels, on_device, "flip")
     np.testing.assert_array_equal(found["image"], batch["image"])
     np.testing.assert_array_equal(found["label"], batch["label"])
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 def test_scenes_can_be_cropped_with_their_labels():
     images = data.load("scenes", image_size=(32, 48))
     augment = "scaled_crop(low=0.7,high=1.0,short=32,long=48)"

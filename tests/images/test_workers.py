@@ -1,6 +1,5 @@
 """Worker processes: the same stream at any number of them, and their end."""
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -8,19 +7,17 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
-from PIL import Image
 
 from rope_jax.data import BadImages, batches, evaluation_batches, load
 from rope_jax.data.jobs import run_jobs
 from rope_jax.data.workers import DeadWorker
 from tests.images.streams import same, take
+from tests.images.test_streamed import write_folder
 
 pytest.importorskip("grain", reason="needs grain (the extra `data`)")
 pytestmark = pytest.mark.process
-COUNT = 70
 OPTIONS = {
     "batch_size": 48,
     "seed": 3,
@@ -32,12 +29,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     place = tmp_path_factory.mktemp("pictures")
-    rng = np.random.default_rng(0)
-    for split, k in itertools.product(("train", "test"), range(COUNT)):
-        (place / split / f"{k % 3}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (14, 18, 3), dtype=np.uint8)).save(
-            place / split / f"{k % 3}" / f"{k:03}.png"
-        )
+    write_folder(place, classes=[f"{k:02}" for k in range(24)])
     return place
 
 
@@ -52,9 +44,9 @@ def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
 
 
 def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
-    (pictures / "train" / "0" / "bad.png").write_bytes(b"no image")
+    (pictures / "train" / "00" / "bad.png").write_bytes(b"no image")
     images = load("folder", str(pictures), "train", (12, 12))
-    with pytest.raises(BadImages, match=r"\(0/bad.png\) cannot be used"):
+    with pytest.raises(BadImages, match=r"\(00/bad.png\) cannot be used"):
         take(3, batches(images, workers=1, **OPTIONS))
     assert not multiprocessing.active_children()
     stream = batches(images, workers=1, bad_images="skip", **OPTIONS)

@@ -132,32 +132,6 @@ def test_an_option_without_an_annotation_has_the_type_of_its_default():
         bind("rope_log(base=big)", options)
 
 
-@pytest.mark.parametrize(
-    ("text", "bound"),
-    [
-        ("crop(pad=2.0)", {"pad": 2}),
-        ("crop(scale=3)", {"scale": 3.0}),
-        ("crop(scale=None,fill=None)", {"scale": None, "fill": None}),
-        ("crop(fill=edge)", {"fill": "edge"}),
-    ],
-)
-def test_annotations_may_be_stored_as_text_and_allow_none_or_words(text, bound):
-    assert repr(bind(text, options_of(postponed.crop))) == repr(bound)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("crop(pad=None)", "pad must be a whole number"),
-        ("crop(scale=big)", "scale must be a number, or None"),
-        ("crop(fill=zero)", "fill must be one of edge, or None, not 'zero'"),
-    ],
-)
-def test_values_that_such_annotations_do_not_allow_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        bind(text, options_of(postponed.crop))
-
-
 def test_bind_makes_whole_numbers_numbers():
     bound = bind("crop(pad=2,scale=3,flip=True,fill=zero)", options_of(crop))
     assert repr(bound) == repr({"pad": 2, "scale": 3.0, "flip": True, "fill": "zero"})

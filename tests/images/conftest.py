@@ -1,0 +1,10 @@
+"""What several of these tests read."""
+
+import pytest
+
+from rope_jax.data.sources import scenes
+
+
+@pytest.fixture
+def few_scenes(monkeypatch):
+    monkeypatch.setattr(scenes, "COUNTS", {"train": 12, "test": 6})
