@@ -47,11 +47,10 @@ def test_packed_is_separate(case, implementation):
     check_or_refusal(cases.check_packed, case, implementation)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_packed_is_separate_bit_for_bit_outside_of_jit(pairing):
-    case = Case(pairing=pairing)
+def test_packed_is_separate_bit_for_bit_outside_of_jit():
+    case = Case(pairing="interleaved")
     q, k, v = map(jnp.asarray, case.data(2, 3))
-    rotation = Rotation(*map(jnp.asarray, case.coords_and_freqs()), pairing)
+    rotation = Rotation(*map(jnp.asarray, case.coords_and_freqs()), case.pairing)
     packed = rotate_qkv(jnp.stack([q, k, v], axis=2), rotation)
     for i, x in enumerate((*rotate(q, k, rotation), v)):
         assert np.array_equal(bits(packed[:, :, i]), bits(x))
@@ -166,10 +165,15 @@ def test_values_and_gradients_are_the_closed_form(pairing, shared):
     case = Case(pairing=pairing, shared=shared, dtype="float64")
     q, k, *cotangents = case.data(6, 4)
     coords, freqs = case.coords_and_freqs()
-    with jax.enable_x64(True):
-        args = [jnp.asarray(np.float64(x)) for x in (q, k, coords, freqs)]
+
+    @jax.jit
+    def values_and_gradients(cotangents, *args):
         out, pull_back = jax.vjp(functools.partial(cases.run, case, "xla"), *args)
-        gradients = pull_back(tuple(map(jnp.asarray, cotangents)))
+        return out, pull_back(cotangents)
+
+    with jax.enable_x64(True):
+        args = map(np.float64, (q, k, coords, freqs))
+        out, gradients = values_and_gradients(tuple(cotangents), *args)
     theta = angles(coords, freqs)
     for x, y in zip((q, k), out, strict=True):
         np.testing.assert_allclose(y, turn(x, theta, pairing), rtol=1e-13, atol=1e-13)

@@ -46,20 +46,23 @@ def tiles_of(pattern, grid, rows, columns):
 def slots_of_all(tiles, transposed):
     """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
     view = tiles.transposed() if transposed else tiles
-    (by_slot,) = view.by_slot(jnp.arange(tiles.entries, dtype=jnp.float32)[None])
 
-    def look(index, step):
-        tile, block = view.tile(index), view.block(index, step)
-        q, k = (block, tile) if transposed else (tile, block)
-        seen = q.exists[:, None] & tiles.sees(q, k)
-        lines = q.line[:, None], k.line[None, :]
-        inside = [(x >= 0) & (x < size) for x, size in zip(lines, by_slot.shape, strict=True)]
-        return tile, block, seen, jnp.where(inside[0] & inside[1], by_slot[lines], np.nan)
+    @jax.jit
+    def look_at_all(indices, steps):
+        (by_slot,) = view.by_slot(jnp.arange(tiles.entries, dtype=jnp.float32)[None])
 
-    over_tiles = jax.jit(jax.vmap(look, (0, None), (0, 0, 0, 0)))
-    blocks = [over_tiles(np.arange(view.tiles), step) for step in range(view.blocks)]
-    tile, *rest = jax.tree.map(lambda *x: np.stack(x, axis=1), *blocks)
-    return jax.tree.map(lambda x: x[:, 0], tile), *rest
+        def look(index, step):
+            tile, block = view.tile(index), view.block(index, step)
+            q, k = (block, tile) if transposed else (tile, block)
+            seen = q.exists[:, None] & tiles.sees(q, k)
+            lines = q.line[:, None], k.line[None, :]
+            inside = [(x >= 0) & (x < size) for x, size in zip(lines, by_slot.shape, strict=True)]
+            return tile, block, seen, jnp.where(inside[0] & inside[1], by_slot[lines], np.nan)
+
+        over_blocks = jax.vmap(look, (None, 0), (None, 0, 0, 0))
+        return jax.vmap(over_blocks, (0, None))(indices, steps)
+
+    return jax.tree.map(np.asarray, look_at_all(np.arange(view.tiles), np.arange(view.blocks)))
 
 
 def met(tiles, transposed):
