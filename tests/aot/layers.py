@@ -1,4 +1,4 @@
-"""Attention at the layers of models, forward and with gradients."""
+"""Attention at the layers of models, forward and with gradients, and shapes of rotations."""
 
 import dataclasses
 
@@ -33,3 +33,9 @@ def train(layer, implementation, qkv, coords, freqs, bias, cotangent):
         *learned,
     )
     return out, pull_back(cotangent)
+
+
+def rotation_shapes(case):
+    """Shapes of q (or k), coords and freqs of a case of `rotary_cases`."""
+    q = jax.ShapeDtypeStruct(case.shape(), case.dtype)
+    return q, *jax.tree.map(jax.typeof, case.coords_and_freqs())

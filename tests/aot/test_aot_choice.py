@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks._gpus import A100, H200, L4, T4
-from rope_jax_kernels import Global, Rotation, attention_qkv, explain
+from rope_jax_kernels import Global
 from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering
+from tests.kernels.test_dispatch import chosen, mesh_of
 
 KINDS = (H200, A100, L4, T4)
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
@@ -78,23 +79,13 @@ def test_cudnn_trains_at_the_numbers_of_tokens_of_models(kind, name, biased, gpu
     assert biased or not holds_weights(layer, program)
 
 
-def serving(layer, device, dtype="bfloat16"):
-    """The implementations that `explain` calls ok."""
-    reasons = {}
-
-    def look(qkv, coords, freqs, bias, _):
-        terms = {"pattern": layer.pattern, "rotation": Rotation(coords, freqs)}
-        reasons.update(explain(attention_qkv, qkv, bias=bias if layer.bias else None, **terms))
-
-    compile_ahead(look, list(layer.shapes(4, dtype).values()), device)
-    return {name for name, reason in reasons.items() if reason == "ok"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_whatever_serves_a_layer_trains(name, gpus):
     """Each by its name, on an H200; the others' defaults are above."""
-    for implementation in serving(LAYERS[name], gpus[0]):
+    with jax.sharding.use_abstract_mesh(mesh_of()):
+        _, reasons = chosen(LAYERS[name], "bfloat16")
+    for implementation in (name for name, reason in reasons.items() if reason == "ok"):
         compiled(LAYERS[name], implementation, gpus[0])
 
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes
+from tests.aot.layers import rotation_shapes
 from tests.aot.program import TARGETS, budget
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, served_by
 
@@ -22,24 +23,9 @@ SERVED = pytest.mark.parametrize(
 )
 
 
-def arguments(case):
-    """Shapes of q (or k), coords and freqs."""
-    coords, freqs = case.coords_and_freqs()
-    return (
-        SHAPES(case.shape(), case.dtype),
-        SHAPES(coords.shape, coords.dtype),
-        SHAPES(freqs.shape, freqs.dtype),
-    )
-
-
 def turn(case, implementation, q, k, coords, freqs):
-    return rotate(
-        q,
-        k,
-        Rotation(coords, freqs, case.pairing),
-        layout=case.layout,
-        implementation=implementation,
-    )
+    options = {"layout": case.layout, "implementation": implementation}
+    return rotate(q, k, Rotation(coords, freqs, case.pairing), **options)
 
 
 def check_in_place(program, implementation, case, arrays, **options):
@@ -84,7 +70,7 @@ def check_machine_code(program, implementation, case, copies, sums=0, registers=
 
 @SERVED
 def test_one_launch_in_place(implementation, case, compile_for):
-    x, coords, freqs = arguments(case)
+    x, coords, freqs = rotation_shapes(case)
     f = functools.partial(turn, case, implementation)
     program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
     check_in_place(program, implementation, case, [x, x])
@@ -93,7 +79,7 @@ def test_one_launch_in_place(implementation, case, compile_for):
 def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
     """120 pairs are 15 accesses of 16 bytes; "mosaic" takes narrower ones on more threads."""
     case = Case(batch=64, tokens=197, heads=4, head_dim=248, pairs=120, dtype="bfloat16")
-    x, coords, freqs = arguments(case)
+    x, coords, freqs = rotation_shapes(case)
     f = functools.partial(turn, case, "mosaic")
     program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
     check_machine_code(program, "mosaic", case, copies=2, registers=255)
@@ -105,7 +91,7 @@ def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, 
         f = lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs)
         return jax.vjp(f, q, k, freqs)[1]((gq, gk))
 
-    x, coords, freqs = arguments(case)
+    x, coords, freqs = rotation_shapes(case)
     program = compile_for((1, 1), backward, x, x, x, x, coords, freqs, donate=(0, 1))
     assert program.launches() == 1
     assert not {"copy", "transpose"} & set(program.operations)
@@ -124,7 +110,7 @@ def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, 
     ids=str,
 )
 def test_packed_is_read_where_it_lies(implementation, case, compile_for):
-    _, coords, freqs = arguments(case)
+    _, coords, freqs = rotation_shapes(case)
     qkv = SHAPES((case.batch, case.tokens, 3, case.heads, case.head_dim), case.dtype)
     f = lambda qkv, coords, freqs: rotate_qkv(
         qkv, Rotation(coords, freqs, case.pairing), implementation=implementation
@@ -143,7 +129,7 @@ def test_packed_is_read_where_it_lies(implementation, case, compile_for):
 @pytest.mark.parametrize("theta_dtype", ["float32", "bfloat16"])
 def test_explicit_angles(theta_dtype, implementation, compile_for):
     case = MODEL_CASES[0]
-    x, _, _ = arguments(case)
+    x, *_ = rotation_shapes(case)
     theta = SHAPES((case.heads, case.tokens, case.pairs), theta_dtype)
     f = lambda x, theta: rotate_by_angles(x, theta, implementation=implementation)
     program = compile_for((1, 1), f, x, theta, donate=(0,))
@@ -178,20 +164,11 @@ def test_no_copies_between_projections_and_kernel(remat, learned, implementation
         return jnp.sum(jnp.sin(q.astype(jnp.float32) * k.astype(jnp.float32)))
 
     loss = jax.checkpoint(layer) if remat else layer
-    x, w = (
-        SHAPES((case.batch, case.tokens, channels), case.dtype),
-        SHAPES((channels, channels), case.dtype),
-    )
-    _, coords, freqs = arguments(case)
-    program = compile_for(
-        (1, 1),
-        jax.value_and_grad(loss, argnums=(0, 1, 2, 3) if learned else (0, 1, 2)),
-        x,
-        w,
-        w,
-        freqs,
-        coords,
-    )
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2, 3) if learned else (0, 1, 2))
+    x = SHAPES((case.batch, case.tokens, channels), case.dtype)
+    w = SHAPES((channels, channels), case.dtype)
+    _, coords, freqs = rotation_shapes(case)
+    program = compile_for((1, 1), step, x, w, w, freqs, coords)
     assert program.launches() in ((2, 3) if remat else (2,))
     assert not {"copy", "transpose"} & set(program.operations)
 
@@ -199,7 +176,7 @@ def test_no_copies_between_projections_and_kernel(remat, learned, implementation
 @KERNELS
 def test_vmap_is_still_one_launch_in_place(implementation, compile_for):
     case = Case(batch=8, tokens=49, heads=3, head_dim=32, pairs=8, dtype="bfloat16")
-    x, coords, freqs = arguments(case)
+    x, coords, freqs = rotation_shapes(case)
     x, freqs = (SHAPES((5, *y.shape), y.dtype) for y in (x, freqs))
     f = jax.vmap(functools.partial(turn, case, implementation), (0, 0, None, 0))
     program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
@@ -207,20 +184,20 @@ def test_vmap_is_still_one_launch_in_place(implementation, compile_for):
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
 
 
+CASE = MODEL_CASES[0]
 SPECS = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
 
 
-def sharded(case, implementation, **options):
+def sharded(implementation, **options):
     """Over batch and heads."""
-    f = functools.partial(turn, case, implementation)
+    f = functools.partial(turn, CASE, implementation)
     return jax.shard_map(f, in_specs=SPECS, out_specs=SPECS[:2], **options)
 
 
 @KERNELS
 def test_no_collective_when_sharded_over_batch_and_heads(implementation, compile_for):
-    case = MODEL_CASES[0]
-    x, coords, freqs = arguments(case)
-    f = sharded(case, implementation, check_vma=implementation == "triton")
+    x, coords, freqs = rotation_shapes(CASE)
+    f = sharded(implementation, check_vma=implementation == "triton")
 
     def both(q, k, coords, freqs, gq, gk):
         out, vjp = jax.vjp(lambda q, k: f(q, k, coords, freqs), q, k)
@@ -235,9 +212,8 @@ def test_no_collective_when_sharded_over_batch_and_heads(implementation, compile
 @KERNELS
 def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
     """Inside shard_map the zeros for the gradient of an unused output vary over devices, too."""
-    case = MODEL_CASES[0]
-    x, coords, freqs = arguments(case)
-    f = sharded(case, implementation, check_vma=implementation == "triton")
+    x, coords, freqs = rotation_shapes(CASE)
+    f = sharded(implementation, check_vma=implementation == "triton")
     loss = lambda *operands: jnp.sum(jnp.sin(f(*operands)[0].astype(jnp.float32)))
     gradient = jax.grad(loss, argnums=(0, 3))
     program = compile_for((4, 2), gradient, x, x, coords, freqs, specs=SPECS)
@@ -245,16 +221,15 @@ def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
 
 
 def test_mosaic_refuses_where_types_say_what_varies(compile_for):
-    case = MODEL_CASES[0]
-    x, coords, freqs = arguments(case)
-    with pytest.raises(ValueError, match=r"'mosaic' cannot serve .* pass it check_vma=False"):
-        compile_for((4, 2), sharded(case, "mosaic"), x, x, coords, freqs, specs=SPECS)
+    x, coords, freqs = rotation_shapes(CASE)
+    with pytest.raises(ValueError, match=r"'mosaic' cannot serve .*check_vma=False"):
+        compile_for((4, 2), sharded("mosaic"), x, x, coords, freqs, specs=SPECS)
 
 
 @KERNELS
 def test_more_elements_than_32_bits_count(implementation, compile_for):
     case = Case(batch=4096, tokens=3136, heads=12, head_dim=64, pairs=16, dtype="bfloat16")
-    x, coords, freqs = arguments(case)
+    x, coords, freqs = rotation_shapes(case)
     assert x.size > 2**32
     f = functools.partial(turn, case, implementation)
     program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))

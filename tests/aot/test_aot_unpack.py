@@ -1,5 +1,6 @@
 """Splitting and packing the projection as machine code for Hopper, and a layer before cuDNN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Global, Rotation, attention_qkv
 from rope_jax_kernels.rotary import unpack_and_rotate
+from tests.aot.layers import rotation_shapes
 from tests.aot.program import compile_ahead, launches
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, of_layer
 
@@ -21,14 +23,8 @@ MODEL_CASES = [
 
 def arguments(case):
     """Shapes of qkv, of q, coords and freqs."""
-    coords, freqs = case.coords_and_freqs()
-    one = (case.batch, case.tokens, case.heads, case.head_dim)
-    return (
-        SHAPES((*one[:2], 3, *one[2:]), case.dtype),
-        SHAPES(one, case.dtype),
-        SHAPES(coords.shape, coords.dtype),
-        SHAPES(freqs.shape, freqs.dtype),
-    )
+    q, *terms = rotation_shapes(dataclasses.replace(case, layout="BLND"))
+    return SHAPES((*q.shape[:2], 3, *q.shape[2:]), q.dtype), q, *terms
 
 
 def unpacked(case, qkv, coords, freqs):
@@ -67,9 +63,8 @@ def test_backward_is_one_launch(case, compile_for):
     qkv, x, coords, freqs = arguments(case)
 
     def backward(gq, gk, gv, coords, freqs):
-        return jax.vjp(lambda y: unpacked(case, y, coords, freqs), jnp.zeros(qkv.shape, qkv.dtype))[
-            1
-        ]((gq, gk, gv))
+        f = lambda qkv: unpacked(case, qkv, coords, freqs)
+        return jax.vjp(f, jnp.zeros(qkv.shape, qkv.dtype))[1]((gq, gk, gv))
 
     program = compile_for((1, 1), backward, x, x, x, coords, freqs)
     assert program.operations == ["__gpu$xla.gpu.triton"]
@@ -79,9 +74,8 @@ def test_backward_is_one_launch(case, compile_for):
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
 def test_gradient_of_frequencies_comes_with_the_same_pass(case, compile_for):
     def backward(gq, gk, gv, qkv, coords, freqs):
-        return jax.vjp(lambda qkv, freqs: unpacked(case, qkv, coords, freqs), qkv, freqs)[1](
-            (gq, gk, gv)
-        )
+        f = lambda qkv, freqs: unpacked(case, qkv, coords, freqs)
+        return jax.vjp(f, qkv, freqs)[1]((gq, gk, gv))
 
     qkv, x, coords, freqs = arguments(case)
     check(compile_for((1, 1), backward, x, x, x, qkv, coords, freqs), case)

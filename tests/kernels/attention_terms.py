@@ -16,7 +16,7 @@ from rope_jax_kernels import Global
 from tests.kernels.attention_pairs import pairs, token_coords
 
 
-def term_sizes(pattern, places, qkv, coords, freqs, bias, cotangent, *, pairing):
+def term_sizes(pattern, places, qkv, coords, freqs, bias, cotangent, *, pairing, scale=None):
     """The largest root for the output and for the gradients of qkv, freqs and bias.
 
     Arguments are those of `operands` in `test_attention_triton`, in float64.
@@ -35,7 +35,7 @@ def term_sizes(pattern, places, qkv, coords, freqs, bias, cotangent, *, pairing)
             turn = Turn(coords[token_coords(pattern, grid)], freqs[head % len(freqs)], pairing)
         table = None if bias is None else bias[head]
         examples = [
-            squares_of_terms(*(x[example, head] for x in rows), found_pairs, turn, table)
+            squares_of_terms(*(x[example, head] for x in rows), found_pairs, turn, table, scale)
             for example in range(batch)
         ]
         of_data = {name: max(one[name].max() for one in examples) for name in ("out", "qkv")}
@@ -48,14 +48,15 @@ def term_sizes(pattern, places, qkv, coords, freqs, bias, cotangent, *, pairing)
     return {name: float(np.sqrt(square)) for name, square in largest.items()}
 
 
-def squares_of_terms(q, k, v, dout, found_pairs, turn, table):
+def squares_of_terms(q, k, v, dout, found_pairs, turn, table, scale):
     """Sums of squared terms of one head of an example: rows [L, D], a table [entries] or None."""
     q_at, k_at, entry = found_pairs
     over_keys, over_queries = (
         lambda values, at=at: totals(at, values, len(q)) for at in (q_at, k_at)
     )
     dot = lambda a, b: (a[q_at] * b[k_at]).sum(axis=1)
-    scale, q_square, k_square = q.shape[1] ** -0.5, q**2, k**2
+    scale = q.shape[1] ** -0.5 if scale is None else scale
+    q_square, k_square = q**2, k**2
     if turn is not None:
         (q, q_square), (k, k_square) = turn.rows(q), turn.rows(k)
     logits = scale * dot(q, k) + (0 if table is None else table[entry])

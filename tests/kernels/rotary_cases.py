@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.model_shapes import LAYERS
@@ -121,6 +122,25 @@ class Case:
         return coords, freqs
 
 
+@st.composite
+def any_case(draw, step=1, **options):
+    """A case of multiples of `step` pairs, and of `step` channels that do not turn."""
+    number = lambda low, high: draw(st.integers(low, high))
+    pairs = step * number(1, 20 // step)
+    drawn = {
+        "batch": number(1, 6),
+        "tokens": number(1, 70),
+        "heads": number(1, 5),
+        "head_dim": 2 * pairs + step * number(0, 12 // step),
+        "pairs": pairs,
+        "axes": number(1, 3),
+        "shared": draw(st.booleans()),
+        "pairing": draw(st.sampled_from(["half", "interleaved"])),
+        "layout": draw(st.sampled_from(["BLND", "BNLD"])),
+    }
+    return Case(**drawn | options)
+
+
 # Small enough to interpret.
 CASES = [
     Case(),
@@ -228,17 +248,15 @@ def run(case, implementation, q, k, coords, freqs):
 
 
 def check_forward(case, implementation):
-    """Values, rounding, untouched channels and tokens, bit-equal runs, NaN stays in place."""
+    """Values, rounding, untouched channels and tokens, NaN stays in place."""
     q, k = case.data(0, 2)
     coords, freqs = case.coords_and_freqs()
     f = jax.jit(lambda *args: run(case, implementation, *args))
     out = f(q, k, coords, freqs)
     theta = angles(coords, freqs)
-    plain = (
-        (None, None)
-        if case.dtype != "float32"
-        else jax.jit(lambda *args: run(case, "xla", *args))(q, k, coords, freqs)
-    )
+    plain = (None, None)
+    if case.dtype == "float32":
+        plain = jax.jit(lambda *args: run(case, "xla", *args))(q, k, coords, freqs)
     for x, y, reference in zip((q, k), out, plain, strict=True):
         assert y.dtype == case.dtype
         assert np.array_equal(bits(y)[..., 2 * case.pairs :], bits(x)[..., 2 * case.pairs :])
@@ -251,18 +269,13 @@ def check_forward(case, implementation):
             pairs = (x[..., c] for c in pair_channels(case.pairs, case.pairing))
             floor = 2e-7 * np.hypot(*pairs).max()
             assert np.abs(y - exact).max() <= 2 * np.abs(reference - exact).max() + floor
-    for x, again in zip(out, f(q, k, coords, freqs), strict=True):
-        assert np.array_equal(bits(x), bits(again))
 
     # NaN in the last of several batch items, and in all others in the last head's last token and in
     # every channel that does not turn.
     clean = np.ones(q.shape, bool)
     clean[1:][-1:], clean[:, -1, -1], clean[..., 2 * case.pairs :] = False, False, False
-    for x, poisoned in zip(
-        out,
-        f(*(np.where(clean, x, np.nan).astype(x.dtype) for x in (q, k)), coords, freqs),
-        strict=True,
-    ):
+    spoiled = (np.where(clean, x, np.nan).astype(x.dtype) for x in (q, k))
+    for x, poisoned in zip(out, f(*spoiled, coords, freqs), strict=True):
         assert np.array_equal(bits(poisoned)[clean], bits(x)[clean])
         assert np.isnan(np.asarray(poisoned, np.float32)[~clean]).all()
 
@@ -313,8 +326,6 @@ def check_by_angles(case, implementation, theta_dtype):
     )
     gradients = jax.jit(lambda x, theta, g: jax.vjp(f, x, theta)[1](g))
     dx, dtheta = gradients(x, theta, g)
-    again = gradients(x, theta, g)
-    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip((dx, dtheta), again, strict=True))
     wide = theta.astype(np.float64)
     for y, source, sign in ((f(x, theta), x, 1), (dx, g, -1)):
         assert_turned(y, turn(source, sign * wide, case.pairing), case)
@@ -363,8 +374,6 @@ def check_gradients(case, implementation):
     gradients = lambda implementation: jax.jit(
         lambda gs, *args: jax.vjp(lambda *args: run(case, implementation, *args), *args)[1](gs)
     )
-    ours, args = gradients(implementation), ((gq, gk), q, k, coords, freqs)
-    result, plain = ours(*args), gradients("xla")(*args)
-    for x, again in zip(result, ours(*args), strict=True):
-        assert np.array_equal(bits(x), bits(again))
+    args = (gq, gk), q, k, coords, freqs
+    result, plain = (gradients(name)(*args) for name in (implementation, "xla"))
     assert_as_exact_as(result, plain, exact_gradients(case, *args))

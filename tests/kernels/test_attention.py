@@ -20,13 +20,15 @@ from rope_jax_kernels import (
     attention_qkv,
     explain,
 )
-from rope_jax_kernels.attention import neighborhood, reference
+from rope_jax_kernels.attention import neighborhood
 from rope_jax_kernels.checks import check_floating, check_rotation, check_terms
-from tests.kernels.attention_pairs import neighbors, pairs, places, token_coords
+from tests.kernels.attention_pairs import neighbors, pairs, token_coords
 from tests.kernels.covering import covering
+from tests.kernels.rotary_cases import draw
 
 B, N, D, A, R = 2, 2, 6, 2, 2
 SCALE = 0.7
+NAMES = ("q", "k", "v", "bias", "freqs")
 
 
 def turn(x, coords, freqs):
@@ -84,11 +86,6 @@ def output(q, k, v, bias, pattern, grid):
     return definition(q, k, v, v, np.float64(bias), *still, **terms)[0]
 
 
-def draw(seed, *shapes, dtype=np.float64):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
 def places_of(pattern, grid):
     """The shape of the tokens of one example."""
     return (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
@@ -127,41 +124,30 @@ FAST = [
 @pytest.mark.parametrize("name", covering(CASES, FAST))
 def test_values_and_gradients_are_those_of_the_definition(name):
     pattern, grid = CASES[name]
-    length, place = grid[0] * grid[1], token_coords(pattern, grid)
-    shape = (B, length, N, D)
-    q, k, v, g, bias, freqs, coords = draw(
-        0,
-        shape,
-        shape,
-        shape,
-        shape,
-        pattern.bias_shape(N, places_of(pattern, grid)),
-        (N, A, R),
-        (pattern.rotated_tokens(places_of(pattern, grid)), A),
-    )
-    map_shape = shape if isinstance(pattern, Global) else (B, *grid, N, D)
+    places = places_of(pattern, grid)
+    shape, shape_of_map = (B, grid[0] * grid[1], N, D), (B, *places, N, D)
+    tables = pattern.bias_shape(N, places), (N, A, R), (pattern.rotated_tokens(places), A)
+    q, k, v, g, bias, freqs, coords = draw(0, *[shape] * 4, *tables, dtype=np.float64)
 
     @jax.jit
     def values_and_gradients(cotangent, coords, *arrays):
         def attend(q, k, v, bias, freqs):
-            q, k, v = (x.reshape(map_shape) for x in (q, k, v))
-            return attention(
-                q, k, v, pattern=pattern, rotation=Rotation(coords, freqs), bias=bias, scale=SCALE
-            ).reshape(shape)
+            heads = [x.reshape(shape_of_map) for x in (q, k, v)]
+            terms = {"rotation": Rotation(coords, freqs), "bias": bias, "scale": SCALE}
+            return attention(*heads, pattern=pattern, **terms).reshape(shape)
 
         out, pull_back = jax.vjp(attend, *arrays)
         return out, pull_back(cotangent)
 
     with jax.enable_x64(True):
         out, gradients = values_and_gradients(g, coords, q, k, v, bias, freqs)
+    coords = coords[token_coords(pattern, grid)]
     expected, expected_gradients = definition(
-        q, k, v, g, bias, freqs, coords[place], pattern=pattern, grid=grid
+        q, k, v, g, bias, freqs, coords, pattern=pattern, grid=grid
     )
     np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-10)
-    for name, gradient, wanted in zip(
-        ("q", "k", "v", "bias", "freqs"), gradients, expected_gradients, strict=True
-    ):
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-9, err_msg=name)
+    for name, *both in zip(NAMES, gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(*both, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -174,17 +160,15 @@ def test_precision(case):
     name, dtype = case
     tolerance = TOLERANCES[dtype]
     pattern, grid = CASES[name]
-    shape = (B, grid[0] * grid[1], N, D)
-    q, k, v = (jnp.asarray(x, dtype) for x in draw(1, shape, shape, shape))
-    (bias,) = draw(2, pattern.bias_shape(N, places_of(pattern, grid)), dtype=np.float32)
-    map_shape = shape if isinstance(pattern, Global) else (B, *grid, N, D)
-    packed = jnp.stack([x.reshape(map_shape) for x in (q, k, v)], axis=-3)
-    out = jax.jit(functools.partial(attention_qkv, pattern=pattern))(packed, bias=bias)
-    assert (out.dtype, out.shape) == (dtype, map_shape)
-    exact = output(q, k, v, bias, pattern, grid)
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64).reshape(shape), exact, atol=tolerance, rtol=tolerance
-    )
+    places = places_of(pattern, grid)
+    qkv, bias = draw(1, (B, *places, 3, N, D), pattern.bias_shape(N, places))
+    qkv = qkv.astype(jnp.dtype(dtype))
+    out = jax.jit(functools.partial(attention_qkv, pattern=pattern))(qkv, bias=bias)
+    assert (out.dtype, out.shape) == (dtype, (B, *places, N, D))
+    parts = (qkv[..., i, :, :].reshape(B, -1, N, D) for i in range(3))
+    exact = output(*parts, bias, pattern, grid)
+    out = np.asarray(out, np.float64).reshape(exact.shape)
+    np.testing.assert_allclose(out, exact, atol=tolerance, rtol=tolerance)
 
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "natten.json").read_text())[
@@ -196,24 +180,13 @@ GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "natten.json")
     "case", GOLDEN, ids=lambda case: "L{length}-K{kernel}-d{dilation}".format(**case)
 )
 def test_neighborhoods_are_nattens(case):
-    """With v the identity the output is the attention map; a quadratic bias shows the index."""
-    length, kernel, dilation = case["length"], case["kernel"], case["dilation"]
-    zeros, identity = (
-        jnp.zeros((1, 1, length, 1, length)),
-        jnp.eye(length).reshape(1, 1, length, 1, length),
-    )
-    bias = 0.02 * jnp.arange(2.0 * kernel - 1) ** 2
-    pattern = Neighborhood((1, kernel), (1, dilation))
-    weights = jax.jit(functools.partial(attention, pattern=pattern))(
-        zeros, zeros, identity, bias=bias[None, None]
-    )
-    weights = np.asarray(weights)[0, 0, :, 0]
-    start = np.array(case["start"])
-    assert np.array_equal((weights > 0).argmax(axis=1), start)
-    assert np.array_equal((weights > 0).sum(axis=1), np.full(length, kernel))
-    token = np.arange(length)
-    first, second = weights[token, start], weights[token, start + dilation]
-    np.testing.assert_allclose((np.log(second / first) / 0.02 - 1) / 2, case["rpb0"], atol=1e-3)
+    """Those of the definition by loops, to which the tests below compare."""
+    length, kernel = case["length"], case["kernel"]
+    found = pairs(Neighborhood((1, kernel), (1, case["dilation"])), (1, length))
+    of_queries = [[pair for pair in found if pair[0] == query] for query in range(length)]
+    assert [len(x) for x in of_queries] == [kernel] * length
+    assert [x[0][1] for x in of_queries] == case["start"]
+    assert [x[0][2] for x in of_queries] == case["rpb0"]
 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -233,30 +206,13 @@ def test_every_halo_holds_exactly_the_neighborhoods(length, kernel, dilation):
     assert axis.allowed.any(axis=-1).all()
 
 
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@hypothesis.given(data=st.data(), length=st.integers(1, 40), size=st.integers(1, 13))
-def test_regions_of_an_axis_are_those_of_the_definition(data, length, size):
-    window = Window((size, 1), (data.draw(st.integers(0, size - 1)), 0)).fit((length, 1))
-    (size, shift), (window_of, place) = (
-        (window.size[0], window.shift[0]),
-        places(length, window.size[0], window.shift[0]),
-    )
-    region = reference.axis_regions(length, size, shift).reshape(-1, size)
-    assert (region >= 0).sum() == length
-    part = [(w, region[w, at]) for (w, _), at in zip(window_of, place, strict=True)]
-    for i in range(length):
-        assert [part[j] == part[i] for j in range(length)] == [
-            window_of[j] == window_of[i] for j in range(length)
-        ]
-
-
 @pytest.mark.parametrize(
     "name", ["global", "window pads a whole region", "neighborhood dilated, ragged"]
 )
 def test_extreme_logits_stay_finite_and_pick_the_best_key(name):
     pattern, grid = CASES[name]
-    shape = (B, grid[0] * grid[1]) if isinstance(pattern, Global) else (B, *grid)
-    q, k, v = (jnp.asarray(x, jnp.float16) for x in draw(6, *[(*shape, N, D)] * 3))
+    places = places_of(pattern, grid)
+    q, k, v = np.float16(draw(6, *[(B, *places, N, D)] * 3))
     q, k = 300 * q, 300 * k  # products beyond float16's largest number
 
     @jax.jit
@@ -266,12 +222,11 @@ def test_extreme_logits_stay_finite_and_pick_the_best_key(name):
         return jnp.sum(out.astype(jnp.float32) ** 2), out
 
     gradients, out = gradients_and_out(q, k, v)
-    assert all(bool(jnp.isfinite(x).all()) for x in (out, *gradients))
-    bias = np.zeros(pattern.bias_shape(N, places_of(pattern, grid)))
+    assert all(np.isfinite(x).all() for x in (out, *gradients))
+    bias = np.zeros(pattern.bias_shape(N, places))
     exact = output(*(x.reshape(B, -1, N, D) for x in (q, k, v)), bias, pattern, grid)
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64).reshape(exact.shape), exact, rtol=2e-2, atol=2e-2
-    )
+    out = np.asarray(out, np.float64).reshape(exact.shape)
+    np.testing.assert_allclose(out, exact, rtol=2e-2, atol=2e-2)
 
 
 def test_neighborhoods_take_a_fifth_of_the_memory_of_gathered_keys():
@@ -284,12 +239,13 @@ def test_neighborhoods_take_a_fifth_of_the_memory_of_gathered_keys():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * gathered / 5
 
 
-FLAT, MAP = jnp.ones((B, 6, N, D)), jnp.ones((B, 4, 5, N, D))
+ones = functools.partial(np.ones, dtype=np.float32)
+FLAT, MAP = ones((B, 6, N, D)), ones((B, 4, 5, N, D))
 NEAR, PART = Neighborhood((3, 3)), Window((2, 9))
 
 
 def turned(tokens, heads=N):
-    return Rotation(jnp.ones((tokens, A)), jnp.ones((heads, A, R)))
+    return Rotation(ones((tokens, A)), ones((heads, A, R)))
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
@@ -301,179 +257,112 @@ def test_sizes_are_kept_as_plain_integers():
         assert pattern(np.int64(7), 3) == pattern((7, 7), (3, 3))
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", KINDS)
 def test_heads_may_share_a_bias(name):
     pattern, grid = CASES[name]
     places = places_of(pattern, grid)
-    shapes = (B, *places, 3, N, D), pattern.bias_shape(N, places)
-    qkv, bias = map(jnp.asarray, draw(3, *shapes, dtype=np.float32))
+    qkv, bias = draw(3, (B, *places, 3, N, D), (1, *pattern.bias_shape(1, places)[1:]))
 
-    def out_and_gradient(bias):
-        attend = functools.partial(attention_qkv, qkv, pattern=pattern)
-        out, pull_back = jax.vjp(lambda bias: attend(bias=bias), bias)
-        return out, pull_back(jnp.ones(out.shape, out.dtype))[0]
+    @jax.jit
+    def out_and_gradient(qkv, bias):
+        out, pull_back = jax.vjp(lambda x: attention_qkv(qkv, pattern=pattern, bias=x), bias)
+        return out, pull_back(jnp.ones_like(out))[0]
 
-    shared, alone = jax.jit(
-        lambda bias: [out_and_gradient(x) for x in (bias[:1], jnp.stack([bias[0]] * N))]
-    )(bias)
+    shared, alone = (out_and_gradient(qkv, x) for x in (bias, bias.repeat(N, 0)))
     np.testing.assert_allclose(shared[0], alone[0], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(shared[1], alone[1].sum(0, keepdims=True), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_batch_may_be_empty(name):
     pattern, grid = CASES[name]
     places = places_of(pattern, grid)
-    qkv, bias, freqs = draw(
-        3, (0, *places, 3, N, D), pattern.bias_shape(N, places), (N, A, R), dtype=np.float32
-    )
-    coords = np.zeros((pattern.rotated_tokens(places), A), np.float32)
+    tables = pattern.bias_shape(N, places), (N, A, R), (pattern.rotated_tokens(places), A)
+    qkv, bias, freqs, coords = draw(3, (0, *places, 3, N, D), *tables)
 
-    @jax.jit
-    def out_and_gradients(*arguments):
-        def attend(qkv, bias, freqs):
-            rotation = Rotation(jnp.asarray(coords), freqs)
-            return attention_qkv(qkv, pattern=pattern, rotation=rotation, bias=bias)
+    def attend(qkv, bias, freqs):
+        rotation = Rotation(jnp.asarray(coords), freqs)
+        out = attention_qkv(qkv, pattern=pattern, rotation=rotation, bias=bias)
+        assert out.shape == (0, *places, N, D)
+        return out.sum()
 
-        out, pull_back = jax.vjp(attend, *arguments)
-        return out, pull_back(out)
-
-    out, (of_qkv, *others) = out_and_gradients(qkv, bias, freqs)
-    assert (out.shape, of_qkv.shape) == ((0, *places, N, D), qkv.shape)
+    of_qkv, *others = jax.jit(jax.grad(attend, (0, 1, 2)))(qkv, bias, freqs)
+    assert of_qkv.shape == qkv.shape
     assert not any(np.any(x) for x in others)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("arrays", "terms", "error", "words"),
     [
-        (lambda: attention(FLAT, FLAT, FLAT, pattern=Global), TypeError, "pattern"),
+        ([FLAT] * 3, {"pattern": Global}, TypeError, "pattern"),
+        ([MAP] * 3, {}, ValueError, r"\[B, L, N, D\]: flatten its rows"),
+        ([FLAT] * 3, {"pattern": NEAR}, ValueError, r"\[B, H, W, N, D\]: restore its rows"),
+        ([FLAT, FLAT[:, 1:], FLAT], {}, ValueError, r"k has shape \(2, 5, 2, 6\).* q's shape"),
+        ([FLAT, FLAT, FLAT[..., 1:]], {}, ValueError, "v has shape"),
+        ([FLAT, FLAT, FLAT.astype(np.int32)], {}, TypeError, "v has dtype int32"),
+        ([FLAT.astype("float8_e4m3fn")] * 3, {}, TypeError, "q has dtype float8_e4m3fn"),
+        ([MAP[:, :0]] * 3, {"pattern": NEAR}, ValueError, "no dimension but the batch"),
+        ([FLAT] * 3, {"bias": ones((N, 6, 5))}, ValueError, r"bias .*\(2, 6, 6\)"),
         (
-            lambda: attention(MAP, MAP, MAP, pattern=Global()),
+            [MAP] * 3,
+            {"pattern": NEAR, "bias": ones((N, 25))},
             ValueError,
-            r"q has shape .*must be \[B, L, N, D\]: flatten its rows",
+            r"\(2, 5, 5\).*\[N, 2kh-1, 2kw-1\]",
         ),
         (
-            lambda: attention(FLAT, FLAT, FLAT, pattern=NEAR),
+            [MAP] * 3,
+            {"pattern": PART, "bias": ones((N, 51))},
             ValueError,
-            r"it must be \[B, H, W, N, D\]: restore its rows and columns",
+            r"\(2, 27\).*a window of \(2, 5\)",
         ),
+        ([FLAT] * 3, {"bias": np.ones((N, 6, 6), np.int32)}, TypeError, "bias has dtype int32"),
         (
-            lambda: attention(FLAT, FLAT[:, 1:], FLAT, pattern=Global()),
-            ValueError,
-            r"k has shape \(2, 5, 2, 6\); it must have q's shape",
-        ),
-        (lambda: attention(FLAT, FLAT, FLAT[..., 1:], pattern=Global()), ValueError, "v has shape"),
-        (
-            lambda: attention(FLAT, FLAT, FLAT.astype(int), pattern=Global()),
-            TypeError,
-            "v has dtype int32",
-        ),
-        (
-            lambda: attention(MAP[:, :0], MAP[:, :0], MAP[:, :0], pattern=NEAR),
-            ValueError,
-            "no dimension but the batch may be empty",
-        ),
-        (
-            lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), implementation="cuda"),
-            ValueError,
-            "is not one that attention has",
-        ),
-        (
-            lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), bias=jnp.ones((N, 6, 5))),
-            ValueError,
-            r"bias has shape .*\(2, 6, 6\)",
-        ),
-        (
-            lambda: attention(MAP, MAP, MAP, pattern=NEAR, bias=jnp.ones((N, 25))),
-            ValueError,
-            r"must be \(2, 5, 5\).*\[N, 2kh-1, 2kw-1\]",
-        ),
-        (
-            lambda: attention(MAP, MAP, MAP, pattern=PART, bias=jnp.ones((N, 51))),
-            ValueError,
-            r"must be \(2, 27\).*a window of \(2, 5\)",
-        ),
-        (
-            lambda: attention(MAP, MAP, MAP, pattern=NEAR, bias=jnp.ones((N, 5, 5), int)),
-            TypeError,
-            "bias has dtype int32",
-        ),
-        (
-            lambda: attention(MAP, MAP, MAP, pattern=PART, rotation=turned(20)),
+            [MAP] * 3,
+            {"pattern": PART, "rotation": turned(20)},
             ValueError,
             r"20 tokens, but a window of \(2, 5\) in q has 10",
         ),
-        (
-            lambda: attention(MAP, MAP, MAP, pattern=NEAR, rotation=turned(9)),
-            ValueError,
-            "places 9 tokens, but q has 20",
-        ),
-        (
-            lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), rotation=turned(6, 3)),
-            ValueError,
-            "is for 3 heads, but q has 2",
-        ),
-        (
-            lambda: attention(*[FLAT.astype("float8_e4m3fn")] * 3, pattern=Global()),
-            TypeError,
-            "q has dtype float8_e4m3fn; it must be",
-        ),
-        (
-            lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), scale=jnp.ones((N, 1, 1))),
-            ValueError,
-            "scale has shape .*must be one",
-        ),
-        (
-            lambda: check_terms((1, 6, N, D), "q", Global(), None, None, "1"),
-            TypeError,
-            "scale='1' is a str; it must be a number, an array",
-        ),
-        (
-            lambda: check_floating("q", [[1.0]]),
-            TypeError,
-            "q is a list; it must be a floating-point array",
-        ),
-        (
-            lambda: check_rotation((1, 2), 6, N, D, "q"),
-            TypeError,
-            "rotation is a tuple; it must be a Rotation",
-        ),
-        (
-            lambda: attention_qkv(FLAT, pattern=Global()),
-            ValueError,
-            r"qkv has shape .*\[B, L, 3, N, D\]",
-        ),
-        (
-            lambda: attention_qkv(MAP, pattern=Global()),
-            ValueError,
-            "with q, k and v along the third dimension from the end",
-        ),
-        (lambda: attention_qkv(MAP, pattern=NEAR), ValueError, r"\[B, H, W, 3, N, D\]"),
-        (lambda: Window((0, 7)), ValueError, r"size=\(0, 7\) must be one integer or two"),
-        (
-            lambda: Window((7, 7), (3, 7)),
-            ValueError,
-            r"shift=\(3, 7\) must be smaller than size=\(7, 7\)",
-        ),
-        (
-            lambda: Neighborhood((7, 7), (1, 0)),
-            ValueError,
-            r"dilation=\(1, 0\) must be one integer or two",
-        ),
+        ([MAP] * 3, {"pattern": NEAR, "rotation": turned(9)}, ValueError, "9 tokens, but q has 20"),
+        ([FLAT] * 3, {"rotation": turned(6, 3)}, ValueError, "3 heads, but q has 2"),
+        ([FLAT] * 3, {"scale": ones((N, 1, 1))}, ValueError, "scale has shape .*must be one"),
+        ([FLAT], {}, ValueError, r"qkv has shape .*\[B, L, 3, N, D\]"),
+        ([MAP], {}, ValueError, "along the third dimension from the end"),
+        ([MAP], {"pattern": NEAR}, ValueError, r"\[B, H, W, 3, N, D\]"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_errors_say_what_to_change(call, error, message):
-    with pytest.raises(error, match=message):
+def test_arguments_that_do_not_fit_are_refused(arrays, terms, error, words):
+    with pytest.raises(error, match=words):
+        (attention if len(arrays) == 3 else attention_qkv)(*arrays, **{"pattern": Global()} | terms)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: check_terms((1, 6, N, D), "q", Global(), None, None, "1"),
+            TypeError,
+            "scale='1' is a str",
+        ),
+        (lambda: check_floating("q", [[1.0]]), TypeError, "q is a list"),
+        (lambda: check_rotation((1, 2), 6, N, D, "q"), TypeError, "rotation is a tuple"),
+        (lambda: Window((0, 7)), ValueError, r"size=\(0, 7\)"),
+        (lambda: Window((7, 7), (3, 7)), ValueError, r"shift=\(3, 7\).*size=\(7, 7\)"),
+        (lambda: Neighborhood((7, 7), (1, 0)), ValueError, r"dilation=\(1, 0\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_values_of_another_kind_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
         call()
 
 
-HEADS = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+HEADS = np.ones((1, 8, 2, 64), jnp.bfloat16)
 MIXED = [HEADS, HEADS, HEADS.astype("float16")]
 
 
 def of_tokens(pairs=16, axes=2, pairing="half"):
-    return Rotation(jnp.ones((8, axes)), jnp.ones((1, axes, pairs)), pairing)
+    return Rotation(ones((8, axes)), ones((1, axes, pairs)), pairing)
 
 
 @pytest.mark.parametrize(
@@ -482,14 +371,14 @@ def of_tokens(pairs=16, axes=2, pairing="half"):
         ("triton", [HEADS] * 3, {"scale": np.float32(0.5)}, "ok"),
         ("triton", [HEADS[..., :8]] * 3, {}, "head dimension is 8; 16 to 128"),
         ("triton", MIXED, {}, "different dtypes"),
-        ("triton", [HEADS] * 3, {"scale": jnp.ones(())}, "scale is an array"),
+        ("triton", [HEADS] * 3, {"scale": ones(())}, "scale is an array"),
         ("triton", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 17))}, "up to (16, 16)"),
         ("cudnn", [HEADS] * 3, {}, "needs a GPU"),
         ("cudnn", [HEADS.astype("float32")] * 3, {}, "float16 and bfloat16"),
         ("cudnn", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
         ("mosaic", [HEADS] * 3, {"rotation": of_tokens(), "scale": 0.1}, "ok"),
         ("mosaic", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
-        ("mosaic", [HEADS] * 3, {"bias": jnp.ones((2, 8, 8))}, "a bias, which it does not read"),
+        ("mosaic", [HEADS] * 3, {"bias": ones((2, 8, 8))}, "a bias, which it does not read"),
         ("mosaic", [HEADS.astype("float32")] * 3, {}, "float32; float16 and bfloat16"),
         ("mosaic", [HEADS[..., :48]] * 3, {}, "head dimension is 48; 32, 64, 128"),
         (
@@ -501,8 +390,9 @@ def of_tokens(pairs=16, axes=2, pairing="half"):
         ("mosaic", [HEADS] * 3, {"rotation": of_tokens(pairs=12)}, "12 pairs"),
         ("mosaic", [HEADS] * 3, {"rotation": of_tokens(axes=5)}, "5 axes; up to 4"),
         ("mosaic", MIXED, {}, "different dtypes"),
-        ("mosaic", [HEADS] * 3, {"scale": jnp.ones(())}, "scale is an array"),
+        ("mosaic", [HEADS] * 3, {"scale": ones(())}, "scale is an array"),
     ],
 )
-def test_kernels_say_why_they_refuse(kernel, arrays, terms, reason, interpreted):
+@pytest.mark.usefixtures("interpreted", "unchecked_annotations")
+def test_kernels_say_why_they_refuse(kernel, arrays, terms, reason):
     assert reason in explain(attention, *arrays, **{"pattern": Global()} | terms)[kernel]

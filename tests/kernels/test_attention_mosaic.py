@@ -19,14 +19,16 @@ from jax._src.pallas.mosaic_gpu.core import flatten_ref_union
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rope_jax_kernels import Global, Rotation, attention, attention_qkv, explain
+from rope_jax_kernels import Global, attention, explain
 from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch
 from rope_jax_kernels.attention.task import Task
+from tests.kernels.covering import covering
 from tests.kernels.test_attention_triton import check, operands, outputs
+from tests.kernels.test_dispatch import mesh_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-CASES = {
+FORWARD = {
     "several examples for a program": (
         (70,),
         {"batch": 3, "head_dim": 64, "pairs": 16, "heads": 1},
@@ -37,12 +39,15 @@ CASES = {
         (260,),
         {"shared": True, "heads": 1, "head_dim": 64, "pairs": 24, "batch": 1},
     ),
-    "several stages without rotation": ((260,), {"pairs": 0, "heads": 1, "batch": 2}),
-    "heads of 128": ((150,), {"head_dim": 128, "pairs": 40, "heads": 1, "batch": 2}),
+    "several stages, no rotation": ((260,), {"pairs": 0, "heads": 1, "batch": 2}),
+    "heads of 128, forward": ((150,), {"head_dim": 128, "pairs": 40, "heads": 1, "batch": 2}),
 }
 
-# Of the backward kernel: from one token to as many as it serves.
+# Also of the backward kernel: from one token to as many as it serves.
 GRADIENTS = {
+    "few tokens, no rotation": ((20,), {"pairs": 0, "heads": 1}),
+    "several examples": ((70,), {"heads": 1, "pairs": 16, "batch": 3}),
+    "separate arrays": ((70,), {"pairs": 16, "head_dim": 64, "heads": 1, "packed": False}),
     "one token, several examples": ((1,), {"heads": 1, "head_dim": 64, "pairs": 24, "batch": 3}),
     "a whole block": ((64,), {"heads": 2, "packed": False, "pairs": 16, "shared": True}),
     "two blocks": ((65,), {"heads": 2, "head_dim": 64, "pairs": 32, "batch": 1}),
@@ -53,6 +58,8 @@ GRADIENTS = {
     "float16": ((70,), {"heads": 1, "batch": 1, "dtype": jnp.float16}),
     "too many tokens": ((257,), {"heads": 1, "batch": 1}),
 }
+CASES = {name: (n, options | {"gradients": False}) for name, (n, options) in FORWARD.items()}
+CASES |= GRADIENTS
 
 
 @pytest.fixture
@@ -61,72 +68,52 @@ def busy(monkeypatch):
     monkeypatch.setattr(mosaic_kernel, "MULTIPROCESSORS", 1)
 
 
-def check_mosaic(places, *, dtype=jnp.bfloat16, **options):
-    check(Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options)
-
-
-@pytest.mark.slow  # `test_no_races` computes two of them
-@pytest.mark.parametrize("name", CASES)
-def test_forward(name, busy):
+def check_case(name):
     places, options = CASES[name]
-    check_mosaic(places, gradients=False, **options)
+    options = {"dtype": jnp.bfloat16, "bias": False} | options
+    check(Global(), places, implementation="mosaic", **options)
 
 
-@pytest.mark.parametrize(
-    ("places", "options"),
-    [
-        ((70,), {"batch": 3, "head_dim": 64, "pairs": 16, "heads": 1, "gradients": False}),
-        ((70,), {"pairs": 0, "head_dim": 64, "heads": 1, "gradients": False}),
-        pytest.param((70,), {"heads": 1, "pairs": 16, "batch": 3}, marks=pytest.mark.slow),
-    ],
-)
-def test_no_races(places, options, busy, monkeypatch):
+RACED = ["several examples for a program", "no rotation", "several examples"]
+# `test_no_races` computes the others, which must not be compiled before.
+ALONE = [name for name in CASES if name not in RACED]
+
+
+@pytest.mark.parametrize("name", covering(ALONE, ["few tokens, no rotation"]))
+def test_outputs_and_gradients(name, busy):
+    check_case(name)
+
+
+@pytest.mark.parametrize("name", covering(RACED, RACED[:2]))
+def test_no_races(name, busy, monkeypatch):
     """Reads and writes of shared memory are ordered."""
     detecting = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
     monkeypatch.setattr(plgpu, "InterpretGPUParams", detecting)
-    check_mosaic(places, **options)
+    check_case(name)
     assert not gpu_callbacks.get_races().races_found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients(name, busy):
-    places, options = GRADIENTS[name]
-    check_mosaic(places, **options)
 
 
 @pytest.mark.slow
 def test_what_lies_behind_the_last_token_reaches_no_gradient():
     """Not even the coordinates behind the last one: of another set of a vmap, and no numbers."""
     qkv, coords, freqs, _, cotangent = operands(
-        Global(), (65,), dtype=jnp.float16, bias=False, heads=1, batch=1
+        Global(), (65,), dtype=np.float16, bias=False, heads=1, batch=1
     )
-    coords = jnp.asarray(coords)
     run = functools.partial(outputs, pattern=Global(), pairing="half", implementation="mosaic")
-    coords = jnp.stack([coords, jnp.full_like(coords, np.nan)])
-    found = jax.vmap(
-        lambda coords: run(
-            *(jnp.asarray(x) for x in (qkv, coords, freqs)), None, jnp.asarray(cotangent)
-        )
-    )(coords)
-    alone = run(qkv, coords[0], freqs, None, cotangent)
+    both = jnp.stack([coords, np.full_like(coords, np.nan)])
+    found = jax.vmap(lambda coords: run(qkv, coords, freqs, None, cotangent))(both)
+    alone = run(qkv, coords, freqs, None, cotangent)
     for name in ("out", "qkv", "freqs"):
         np.testing.assert_array_equal(found[name][0], alone[name])
 
 
 def test_gradient_of_shared_frequencies_in_bfloat16():
-    qkv, coords, freqs, *_ = operands(
+    qkv, coords, freqs, bias, cotangent = operands(
         Global(), (5,), dtype=jnp.bfloat16, bias=False, shared=True, batch=1
     )
-    qkv, coords = jnp.asarray(qkv), jnp.asarray(coords)
-    attend = lambda freqs: attention_qkv(
-        qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic"
-    )
-    found = jax.grad(lambda freqs: attend(freqs).astype(jnp.float32).sum())(
-        jnp.asarray(freqs, jnp.bfloat16)
-    )
-    assert found.shape == freqs.shape
-    assert found.dtype == jnp.bfloat16
+    arrays = qkv, coords, freqs.astype(jnp.bfloat16), bias, cotangent
+    found = outputs(*arrays, pattern=Global(), pairing="half", implementation="mosaic")["freqs"]
+    assert (found.shape, found.dtype) == (freqs.shape, jnp.bfloat16)
 
 
 def check_several_warpgroups():
@@ -135,10 +122,7 @@ def check_several_warpgroups():
     plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
     os.environ["ROPE_JAX_INTERPRET"] = "1"
     for name in sys.argv[1:]:
-        if name in CASES:
-            check_mosaic(CASES[name][0], gradients=False, **CASES[name][1])
-        else:
-            check_mosaic(GRADIENTS[name][0], **GRADIENTS[name][1])
+        check_case(name)
         assert not gpu_callbacks.get_races().races_found, name
 
 
@@ -150,8 +134,8 @@ def check_several_warpgroups():
         [
             "several examples for a program",
             "several stages, shared frequencies",
-            "several stages without rotation",
-            "heads of 128",
+            "several stages, no rotation",
+            "heads of 128, forward",
         ],
         ["two blocks", "three blocks without rotation", "ViT"],
     ],
@@ -167,46 +151,32 @@ def test_several_warpgroups(names):
     )
 
 
-@pytest.mark.parametrize(
-    ("places", "options"),
-    [
-        pytest.param(
-            (70,),
-            {"pairs": 16, "head_dim": 64, "heads": 1, "packed": False},
-            marks=pytest.mark.slow,
-        ),
-        ((20,), {"pairs": 0, "heads": 1}),
-    ],
-)
-def test_outputs_and_gradients(places, options):
-    check_mosaic(places, **options)
-
-
 @pytest.mark.slow
 def test_vmap_of_gradients(busy):
     """Over data and rotations; the sums of one set of examples do not enter those of another."""
     qkv, coords, freqs, _, cotangent = operands(
         Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=3
     )
-    data, freqs = jnp.stack([qkv, 2 * qkv]), jnp.stack([freqs, freqs / 2])
-    coords = jnp.asarray(coords)
-
-    def gradients(qkv, freqs):
-        attend = lambda qkv, freqs: attention_qkv(
-            qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic"
-        )
-        return jax.vjp(attend, qkv, freqs)[1](jnp.asarray(cotangent))
-
-    one = jax.jit(gradients)
-    of_freqs = jax.jit(jax.vmap(gradients, (None, 0)))(data[0], freqs)
-    of_both = jax.jit(jax.vmap(gradients))(data, freqs)
-    of_data = jax.jit(jax.vmap(gradients, (0, None)))(data, freqs[0])
+    data, freqs = np.stack([qkv, 2 * qkv]), np.stack([freqs, freqs / 2])
+    run = lambda qkv, freqs: outputs(
+        qkv,
+        coords,
+        freqs,
+        None,
+        cotangent,
+        pattern=Global(),
+        pairing="half",
+        implementation="mosaic",
+    )
+    of_freqs = jax.vmap(run, (None, 0))(data[0], freqs)
+    of_data = jax.vmap(run, (0, None))(data, freqs[0])
+    of_both = jax.vmap(run)(data, freqs)
     for i in range(2):
         for mapped, at in ((of_freqs, (0, i)), (of_both, (i, i)), (of_data, (i, 0))):
-            want = one(data[at[0]], freqs[at[1]])
-            np.testing.assert_array_equal(mapped[0][i], want[0])
+            want = run(data[at[0]], freqs[at[1]])
+            np.testing.assert_array_equal(mapped["qkv"][i], want["qkv"])
             # Added up in another order, where sets have other numbers of examples for a program.
-            np.testing.assert_allclose(mapped[1][i], want[1], rtol=1e-5, atol=1e-4)
+            np.testing.assert_allclose(mapped["freqs"][i], want["freqs"], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
@@ -216,13 +186,10 @@ def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     views = flatten_ref_union(
         mosaic_launch.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
     )
-    offsets, swizzles = zip(
-        *((view.transforms[0].offset, view.transforms[1].swizzle) for view in views), strict=True
-    )
-    assert offsets == (0, 0)
-    assert swizzles == (2 * width, 2 * width)
-    (_, *tiles) = views[1].transforms[0].shape
-    assert tiles == [8, 1, 8, width]  # tiles of 8 rows, one after the other
+    tilings, swizzles = zip(*(view.transforms[:2] for view in views), strict=True)
+    assert [x.offset for x in tilings] == [0, 0]
+    assert [x.swizzle for x in swizzles] == [2 * width] * 2
+    assert tilings[1].shape[1:] == (8, 1, 8, width)  # tiles of 8 rows, one after the other
 
 
 @pytest.mark.parametrize(
@@ -230,11 +197,8 @@ def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     [("NVIDIA H200", "ok"), ("NVIDIA A100-SXM4-80GB", "Hopper generation"), ("NVIDIA B200", "9.0")],
 )
 def test_which_gpus_it_is_for(kind, reason):
-    mesh = jax.sharding.AbstractMesh(
-        (1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu")
-    )
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
         assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
 
 

@@ -64,23 +64,19 @@ def operands(
     return *rounded, draw(batch, *places, heads, head_dim).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("pattern", "pairing", "implementation", "packed"))
-def outputs(qkv, coords, freqs, bias, cotangent, *, pattern, pairing, implementation, packed=True):
+STATIC = ("pattern", "pairing", "implementation", "packed", "scale")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def outputs(qkv, coords, freqs, bias, cotangent, *, packed=True, pairing="half", **options):
     """The output and, with a cotangent, the gradients of qkv, freqs and bias."""
 
     def run(qkv, freqs, bias):
         rotation = None if freqs is None else Rotation(coords, freqs, pairing)
-        options = {
-            "pattern": pattern,
-            "rotation": rotation,
-            "bias": bias,
-            "implementation": implementation,
-        }
-        return (
-            attention_qkv(qkv, **options)
-            if packed
-            else attention(*(qkv[..., i, :, :] for i in range(3)), **options)
-        )
+        terms = {"rotation": rotation, "bias": bias} | options
+        if packed:
+            return attention_qkv(qkv, **terms)
+        return attention(*(qkv[..., i, :, :] for i in range(3)), **terms)
 
     out, pull_back = jax.vjp(run, qkv, freqs, bias)
     if cotangent is None:
@@ -93,21 +89,24 @@ def check(
     places,
     *,
     dtype=jnp.float32,
-    pairing="half",
     packed=True,
     implementation="triton",
     gradients=True,
+    pairing="half",
+    scale=None,
     **shape,
 ):
     arrays = operands(pattern, places, dtype=dtype, **shape)
     if not gradients:
         arrays = *arrays[:-1], None
+    run = functools.partial(outputs, pattern=pattern, pairing=pairing, scale=scale, packed=packed)
     with jax.enable_x64(True):
         wide = [None if x is None else np.asarray(x, np.float64) for x in arrays]
-        exact = outputs(*wide, pattern=pattern, pairing=pairing, implementation="xla")
-    run = functools.partial(outputs, *arrays, pattern=pattern, pairing=pairing, packed=packed)
-    plain, kernel = (run(implementation=name) for name in ("xla", implementation))
-    terms = functools.cache(lambda: term_sizes(pattern, places, *wide, pairing=pairing))
+        exact = run(*wide, implementation="xla")
+    plain, kernel = (run(*arrays, implementation=name) for name in ("xla", implementation))
+    terms = functools.cache(
+        lambda: term_sizes(pattern, places, *wide, pairing=pairing, scale=scale)
+    )
     for name, want in exact.items():
         if want is None:
             continue
@@ -189,13 +188,13 @@ def test_many_shapes(data):
     check_any_shape(lambda low, high: data.draw(st.integers(low, high)))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "places"),
-    [(Window((3, 3)), (4, 5)), (Neighborhood((3, 3)), (10, 9)), (Global(), (17,))],
-)
-def test_large_biases_do_not_reach_slots_without_a_token(pattern, places):
+SMALL = {Window((3, 3), (1, 1)): (4, 5), Neighborhood((3, 3)): (10, 9), Global(): (17,)}
+
+
+@pytest.mark.parametrize("pattern", covering(SMALL, [*SMALL][:1]), ids=str)
+def test_large_biases_do_not_reach_slots_without_a_token(pattern):
     """An exponential of this bias alone is infinite."""
-    qkv, coords, freqs, bias, cotangent = operands(pattern, places, dtype=np.float32)
+    qkv, coords, freqs, bias, cotangent = operands(pattern, SMALL[pattern], dtype=np.float32)
     run = functools.partial(
         outputs, qkv, coords, freqs, bias + 100, cotangent, pattern=pattern, pairing="half"
     )
@@ -205,19 +204,16 @@ def test_large_biases_do_not_reach_slots_without_a_token(pattern, places):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pattern", "places"),
-    [(Window((3, 3)), (4, 5)), (Neighborhood((3, 3)), (10, 9)), (Global(), (17,))],
-)
-def test_queries_whose_bias_leaves_no_key(pattern, places):
+@pytest.mark.parametrize("pattern", SMALL, ids=str)
+def test_queries_whose_bias_leaves_no_key(pattern):
     """Their output and gradients are 0; others are as without them."""
-    qkv, coords, freqs, bias, cotangent = map(
-        jnp.asarray, operands(pattern, places, dtype=np.float32, batch=1)
+    qkv, coords, freqs, bias, cotangent = operands(
+        pattern, SMALL[pattern], dtype=np.float32, batch=1
     )
-    bias = bias.at[0].set(jnp.finfo(jnp.float32).min)
-    run = functools.partial(outputs, pattern=pattern, pairing="half")
+    bias[0] = np.finfo(np.float32).min
     found, want = (
-        run(qkv, coords, freqs, bias, cotangent, implementation=name) for name in ("triton", "xla")
+        outputs(qkv, coords, freqs, bias, cotangent, pattern=pattern, implementation=name)
+        for name in ("triton", "xla")
     )
     axes = {"out": (-2, 1e-4), "qkv": (-2, 1e-4), "freqs": (0, 1e-3), "bias": (0, 1e-3)}
     for name, (axis, tolerance) in axes.items():
@@ -286,36 +282,20 @@ def test_closed_gradients_of_several_blocks_have_one_stage(places, capability, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-@pytest.mark.parametrize(
-    ("pattern", "places"),
-    [(Window((3, 3), (1, 1)), (4, 5)), (Neighborhood((3, 3)), (10, 9)), (Global(), (17,))],
-)
-def test_several_biases_and_scales_that_are_not_positive(pattern, places, scale):
+@pytest.mark.parametrize("pattern", SMALL, ids=str)
+def test_several_biases_and_scales_that_are_not_positive(pattern, scale):
     """By vmap over the bias, as for several seeds."""
-    qkv, coords, freqs, bias, cotangent = map(
-        jnp.asarray, operands(pattern, places, dtype=np.float32)
-    )
-
-    def gradients(bias, implementation):
-        attend = lambda qkv, freqs, bias: attention_qkv(
-            qkv,
-            pattern=pattern,
-            rotation=Rotation(coords, freqs),
-            bias=bias,
-            scale=scale,
-            implementation=implementation,
-        )
-        out, pull_back = jax.vjp(attend, qkv, freqs, bias)
-        return out, *pull_back(cotangent)
-
+    qkv, coords, freqs, bias, cotangent = operands(pattern, SMALL[pattern], dtype=np.float32)
+    run = functools.partial(outputs, pattern=pattern, scale=scale)
     plain, kernel = (
-        jax.jit(jax.vmap(functools.partial(gradients, implementation=name)))(
-            jnp.stack([bias, 2 * bias])
+        jax.vmap(lambda bias, by=name: run(qkv, coords, freqs, bias, cotangent, implementation=by))(
+            np.stack([bias, 2 * bias])
         )
         for name in ("xla", "triton")
     )
-    for found, want in zip(kernel, plain, strict=True):
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * max(np.abs(want).max(), 1))
+    for name, want in plain.items():
+        largest = max(np.abs(want).max(), 1)
+        np.testing.assert_allclose(kernel[name], want, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.slow
@@ -347,16 +327,12 @@ def test_tokens_outside_a_window_or_neighborhood_take_no_part():
 
 def test_vmap_and_remat():
     pattern = Window((4, 4), (2, 2))
-    qkv = jnp.stack(
-        [
-            jnp.asarray(operands(pattern, (6, 8), dtype=np.float32, head_dim=16)[0]) * scale
-            for scale in (1, 2)
-        ]
-    )
+    one, *_ = operands(pattern, (6, 8), dtype=np.float32, head_dim=16)
+    qkv = np.stack([one, 2 * one])
     attend = functools.partial(attention_qkv, pattern=pattern, implementation="triton")
     mapped = jax.jit(jax.vmap(attend))(qkv)
-    for one, x in zip(mapped, qkv, strict=True):
-        np.testing.assert_allclose(one, attend(x), rtol=0, atol=1e-6)
+    for out, x in zip(mapped, qkv, strict=True):
+        np.testing.assert_allclose(out, jax.jit(attend)(x), rtol=0, atol=1e-6)
     loss = lambda f: jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))
     np.testing.assert_array_equal(loss(jax.checkpoint(attend))(qkv[0]), loss(attend)(qkv[0]))
 
@@ -367,14 +343,14 @@ def test_vmap_over_what_describes_the_rotation():
     qkv, coords, freqs, *_ = operands(
         Global(), (70,), dtype=np.float32, head_dim=16, batch=1, heads=1
     )
-    loss = lambda qkv, freqs: (
-        attention_qkv(
-            qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="triton"
-        )
-        ** 2
-    ).sum()
+    loss = lambda qkv, freqs: sum(
+        jnp.sum(x**2)
+        for x in outputs(
+            qkv, coords, freqs, None, None, pattern=Global(), implementation="triton"
+        ).values()
+    )
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    coords, freqs = jnp.asarray(coords), jnp.stack([freqs, freqs / 2])
+    freqs = np.stack([freqs, freqs / 2])
     mapped = jax.jit(jax.vmap(gradients, (None, 0)))(qkv, freqs)
     for i in range(2):
         for got, want in zip(mapped, gradients(qkv, freqs[i]), strict=True):
@@ -416,9 +392,6 @@ def test_derivatives_that_are_refused(kernel):
 
 
 def test_sine_and_cosine():
-    theta = np.concatenate([np.linspace(-top, top, 100_001) for top in (1, 100, 1e4)]).astype(
-        np.float32
-    )
-    cos, sin = (np.asarray(x, np.float64) for x in jax.jit(cos_sin)(theta))
-    np.testing.assert_allclose(cos, np.cos(theta.astype(np.float64)), rtol=0, atol=2e-7)
-    np.testing.assert_allclose(sin, np.sin(theta.astype(np.float64)), rtol=0, atol=2e-7)
+    theta = np.float32([np.linspace(-top, top, 100_001) for top in (1, 100, 1e4)])
+    for x, exact in zip(jax.jit(cos_sin)(theta), (np.cos, np.sin), strict=True):
+        np.testing.assert_allclose(np.float64(x), exact(np.float64(theta)), rtol=0, atol=2e-7)

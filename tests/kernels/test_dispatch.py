@@ -1,5 +1,6 @@
 """Which implementation serves a call, with fake implementations and abstract devices."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from rope_jax_kernels import (
 from rope_jax_kernels.attention import cudnn
 from rope_jax_kernels.model_shapes import LAYERS
 from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
+from tests.aot.layers import train
 from tests.kernels.covering import covering
 
 X = jnp.ones((2, 6, 3, 64), jnp.bfloat16)
@@ -70,42 +72,12 @@ def beside_a_gpu(monkeypatch):
     monkeypatch.setattr(device, "bandwidth", lambda: 0.0)
 
 
-@pytest.fixture
-def fakes(monkeypatch):
-    """Three fake implementations of attention; returns which were asked and which computed."""
-    asked, used = [], []
-    names = {"xla": None, "first": "it is the first", "second": None}
-    for name, reason in names.items():
-        module = types.ModuleType(f"rope_jax_kernels.{name}")
-        refuse = lambda name, reason, *_, **__: (asked.append(name), reason)[1]
-        module.refusal = functools.partial(refuse, name, reason)
-        module.attention = lambda name=name, **arguments: (used.append(name), arguments["q"])[1]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention", {name: name for name in names})
-    everywhere = range(1000)
-    preference = {"first": everywhere, "second": everywhere}
-    monkeypatch.setitem(dispatch.PREFERENCE, "attention", preference)
-    return asked, used
-
-
-def attend(**options):
-    return attention(X, X, X, pattern=Global(), **options)
-
-
-def test_each_implementation_is_asked_once_until_one_serves(fakes):
-    attend()
-    assert fakes == (["first", "second"], ["second"])
-
-
-def test_a_named_implementation_is_asked_alone(fakes):
-    attend(implementation="second")
-    attend(implementation="xla")
-    assert fakes == (["second"], ["second", "xla"])
-    with pytest.raises(
-        ValueError,
-        match="'first' cannot serve this call of attention: it is the first; use None or 'xla'",
-    ):
-        attend(implementation="first")
+def test_a_named_kernel_that_refuses_is_not_replaced(monkeypatch):
+    monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"'triton' cannot serve .*GPU.*; use None or 'xla'"):
+        attention(X, X, X, pattern=Global(), implementation="triton")
+    with pytest.raises(ValueError, match=r"'cuda' is not one that attention has.*'xla'"):
+        attention(X, X, X, pattern=Global(), implementation="cuda")
 
 
 def test_xla_is_the_default_on_a_cpu(monkeypatch):
@@ -393,20 +365,9 @@ def test_kernels_are_lowered_for_a_gpu_where_float64_is_enabled(kernel, x64):
 def test_no_rank_is_promoted(kernel):
     """For users who have jax refuse it: `jax_numpy_rank_promotion="raise"`."""
 
-    def attend(pattern, qkv, freqs, bias):
-        coords = jnp.zeros((pattern.rotated_tokens(qkv.shape[1:-3]), 2))
-        terms = {"rotation": Rotation(coords, freqs), "bias": bias, "implementation": kernel}
-        return attention_qkv(qkv, pattern=pattern, **terms).astype(jnp.float32).sum()
-
+    names = ["vit_s", "swin_t_1", "nat_mini_1", "dinat_mini_1"]
     target = mesh_of("cpu" if kernel == "xla" else "NVIDIA H200")
-    near = [Window((3, 3), (1, 1)), Neighborhood((3, 3)), Neighborhood((3, 3), (2, 2))]
-    patterns = [Global(), *([] if kernel == "mosaic" else near)]
-    freqs = jax.ShapeDtypeStruct((2, 2, 8), jnp.float32)
     with jax.numpy_rank_promotion("raise"), jax.sharding.use_abstract_mesh(target):
-        for pattern in patterns:
-            places = (48,) if pattern == Global() else (8, 6)
-            qkv = jax.ShapeDtypeStruct((2, *places, 3, 2, 32), jnp.bfloat16)
-            bias = jax.ShapeDtypeStruct(pattern.bias_shape(2, places), jnp.float32)
-            arguments = (qkv, freqs, None if kernel == "mosaic" else bias)
-            wanted = (0, 1) if kernel == "mosaic" else (0, 1, 2)
-            jax.eval_shape(jax.grad(functools.partial(attend, pattern), wanted), *arguments)
+        for name in names[:1] if kernel == "mosaic" else names:
+            layer = dataclasses.replace(LAYERS[name], bias=kernel != "mosaic")
+            jax.eval_shape(functools.partial(train, layer, kernel), *layer.shapes(2).values())

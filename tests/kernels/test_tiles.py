@@ -1,6 +1,7 @@
 """The tiles of all patterns: every token is in one tile, every pair is met exactly once."""
 
 import functools
+import math
 
 import hypothesis
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rope_jax_kernels import Global, Neighborhood, Window
 from rope_jax_kernels.attention.tiles import cut
 from tests.kernels.attention_pairs import pairs, token_coords
+from tests.kernels.covering import covering
 
 CASES = [
     (Global(), (1, 1), 64, 32),
@@ -35,28 +37,32 @@ CASES = [
 ]
 
 
+def tiles_of(pattern, grid, rows, columns):
+    places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
+    return cut(pattern, places, rows=rows, columns=columns)
+
+
 @functools.cache
 def slots_of_all(tiles, transposed):
     """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
     view = tiles.transposed() if transposed else tiles
-    (by_slot,) = view.by_slot(jnp.arange(tiles.entries, dtype=jnp.float32)[None])
 
-    def look(index, step):
-        tile, block = view.tile(index), view.block(index, step)
-        q, k = (block, tile) if transposed else (tile, block)
-        seen = q.exists[:, None] & tiles.sees(q, k)
-        lines = q.line[:, None], k.line[None, :]
-        inside = [(x >= 0) & (x < size) for x, size in zip(lines, by_slot.shape, strict=True)]
-        return tile, block, seen, jnp.where(inside[0] & inside[1], by_slot[lines], np.nan)
+    @jax.jit
+    def look_at_all(indices, steps):
+        (by_slot,) = view.by_slot(jnp.arange(tiles.entries, dtype=jnp.float32)[None])
 
-    over_tiles = jax.jit(jax.vmap(look, (0, None), (0, 0, 0, 0)))
-    blocks = [
-        jax.tree.map(np.asarray, over_tiles(np.arange(view.tiles), step))
-        for step in range(view.blocks)
-    ]
-    return blocks[0][0], *jax.tree.map(
-        lambda *x: np.stack(x, axis=1), *(rest for _, *rest in blocks)
-    )
+        def look(index, step):
+            tile, block = view.tile(index), view.block(index, step)
+            q, k = (block, tile) if transposed else (tile, block)
+            seen = q.exists[:, None] & tiles.sees(q, k)
+            lines = q.line[:, None], k.line[None, :]
+            inside = [(x >= 0) & (x < size) for x, size in zip(lines, by_slot.shape, strict=True)]
+            return tile, block, seen, jnp.where(inside[0] & inside[1], by_slot[lines], np.nan)
+
+        over_blocks = jax.vmap(look, (None, 0), (None, 0, 0, 0))
+        return jax.vmap(over_blocks, (0, None))(indices, steps)
+
+    return jax.tree.map(np.asarray, look_at_all(np.arange(view.tiles), np.arange(view.blocks)))
 
 
 def met(tiles, transposed):
@@ -65,69 +71,47 @@ def met(tiles, transposed):
     assert np.isfinite(entry).all()  # also of pairs that do not attend
     tile, block = tile.token[:, None], block.token
     q, k = (block, tile) if transposed else (tile, block)
-    q, k = (
-        np.broadcast_to(q[..., :, None], seen.shape),
-        np.broadcast_to(k[..., None, :], seen.shape),
-    )
+    q, k = np.broadcast_arrays(q[..., :, None], k[..., None, :])
     return zip(q[seen].tolist(), k[seen].tolist(), entry[seen].tolist(), strict=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    ("pattern", "grid", "rows", "columns"),
-    [
-        case if i % 3 == 1 else pytest.param(*case, marks=pytest.mark.slow)
-        for i, case in enumerate(CASES)
-    ],
-)
-def test_every_pair_is_met_once_with_its_entry_of_the_bias(
-    pattern, grid, rows, columns, transposed
-):
-    places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
-    tiles = cut(pattern, places, rows=rows, columns=columns)
-    assert sorted(met(tiles, transposed)) == sorted(pairs(pattern, grid))
+@pytest.mark.parametrize("case", covering(CASES, CASES[1::3]), ids=str)
+def test_every_pair_is_met_once_with_its_entry_of_the_bias(case, transposed):
+    assert sorted(met(tiles_of(*case), transposed)) == sorted(pairs(*case[:2]))
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())
 def test_of_any_pattern(data):
-    pair = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, high))
-    size, grid = data.draw(pair(1, 13)), data.draw(pair(3, 14))
+    pair = lambda low, high: data.draw(st.tuples(st.integers(low, high), st.integers(low, high)))
+    size, grid = pair(1, 13), pair(3, 14)
     window = Window(size, tuple(data.draw(st.integers(0, n - 1)) for n in size))
-    pattern = data.draw(st.sampled_from([Neighborhood(size, data.draw(pair(1, 4))), window]))
-    tiles = cut(
-        pattern,
-        grid,
-        rows=data.draw(st.sampled_from([64, 32])),
-        columns=data.draw(st.sampled_from([16, 32, 64])),
-    )
+    pattern = data.draw(st.sampled_from([Neighborhood(size, pair(1, 4)), window]))
+    rows, columns = (data.draw(st.sampled_from(sizes)) for sizes in ([64, 32], [16, 32, 64]))
     wanted = sorted(pairs(pattern, grid))
     for transposed in (False, True):
-        assert sorted(met(tiles, transposed)) == wanted
+        assert sorted(met(tiles_of(pattern, grid, rows, columns), transposed)) == wanted
 
 
-@pytest.mark.parametrize(("pattern", "grid", "rows", "columns"), CASES)
-def test_every_token_is_in_one_tile_with_its_coordinates(pattern, grid, rows, columns):
-    places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
-    tiles = cut(pattern, places, rows=rows, columns=columns)
-    slots, *_ = slots_of_all(tiles, False)
-    assert sorted(slots.token[slots.exists]) == list(range(grid[0] * grid[1]))
-    assert (slots.token[~slots.exists] >= grid[0] * grid[1]).all()
-    coords = np.full(grid[0] * grid[1], -1)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_token_is_in_one_tile_with_its_coordinates(case):
+    (pattern, grid), tokens = case[:2], math.prod(case[1])
+    slots, *_ = slots_of_all(tiles_of(*case), False)
+    assert sorted(slots.token[slots.exists]) == list(range(tokens))
+    assert (slots.token[~slots.exists] >= tokens).all()
+    coords = np.full(tokens, -1)
     coords[slots.token[slots.exists]] = slots.coord[slots.exists]
     np.testing.assert_array_equal(coords, token_coords(pattern, grid))
 
 
-@pytest.mark.parametrize(("pattern", "grid", "rows", "columns"), CASES)
-def test_gradients_by_slot_fold_to_those_of_the_entries(pattern, grid, rows, columns):
-    places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
-    tiles = cut(pattern, places, rows=rows, columns=columns)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_by_slot_fold_to_those_of_the_entries(case):
+    tiles = tiles_of(*case)
     shares = tiles.tiles // tiles.repeats
-    by_slot, wanted = (
-        np.zeros((1, shares * tiles.rows, tiles.blocks * tiles.columns)),
-        np.zeros((1, tiles.entries)),
-    )
+    by_slot = np.zeros((1, shares * tiles.rows, tiles.blocks * tiles.columns))
+    wanted = np.zeros((1, tiles.entries))
     rng = np.random.default_rng(0)
     _, _, seen, entry = slots_of_all(tiles, False)
     for index, step in np.ndindex(seen.shape[:2]):
@@ -142,6 +126,6 @@ def test_gradients_by_slot_fold_to_those_of_the_entries(pattern, grid, rows, col
 
 @pytest.mark.parametrize("pattern", [Window((32, 32)), Neighborhood((13, 13))])
 def test_lookups_of_a_bias_hold_no_indices(pattern):
-    tiles = cut(pattern, (64, 64), rows=64, columns=64).transposed()
+    tiles = tiles_of(pattern, (64, 64), 64, 64).transposed()
     bias = jax.ShapeDtypeStruct((2, tiles.entries), "float32")
     assert len(jax.jit(tiles.by_slot).lower(bias).as_text()) < 20_000

@@ -18,12 +18,15 @@ from tests.kernels.rotary_cases import (
     CASES,
     Case,
     angles,
+    any_case,
     assert_as_exact_as,
     assert_turned,
     bits,
     exact_gradients,
     turn,
 )
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 # L is 6, 6, 49, 197, 1, 3, 13 and 6 here.
 CASES = [dataclasses.replace(case, layout="BLND") for case in CASES]
@@ -50,37 +53,26 @@ def packed(case, q, k, v, coords, freqs, **kwargs):
 
 
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
-def test_unpacking_is_rotating_the_parts_bit_for_bit(case, interpreted):
+def test_unpacking_is_rotating_the_parts_bit_for_bit(case):
     qkv, coords, freqs = drawn(case)
     compiled = functools.partial(jax.jit, compiler_options=AS_USERS)
-    q, k, v = compiled(lambda *args: unpacked(case, *args, implementation="triton"))(
-        qkv, coords, freqs
-    )
-    parts = compiled(
+    unpack = compiled(lambda *args: unpacked(case, *args, implementation="triton"))
+    turned = compiled(
         lambda q, k, *args: rotate(q, k, Rotation(*args, case.pairing), implementation="triton")
     )
-    for x, expected, source in zip(
-        (q, k),
-        parts(qkv[:, :, 0], qkv[:, :, 1], coords, freqs),
-        (qkv[:, :, 0], qkv[:, :, 1]),
-        strict=True,
-    ):
-        assert np.array_equal(bits(x), bits(expected))
-        assert np.array_equal(bits(x)[..., 2 * case.pairs :], bits(source)[..., 2 * case.pairs :])
-        assert np.array_equal(bits(x)[:, : case.prefix], bits(source)[:, : case.prefix])
-    assert np.array_equal(bits(v), bits(qkv[:, :, 2]))
+    *found, v = map(bits, unpack(qkv, coords, freqs))
+    parts = np.moveaxis(qkv, 2, 0)
+    for x, expected in zip(found, turned(*parts[:2], coords, freqs), strict=True):
+        assert np.array_equal(x, bits(expected))
+    assert np.array_equal(v, bits(parts[2]))
 
 
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
-def test_packing_turns_back(case, interpreted):
+def test_packing_turns_back(case):
     (q, k, v), (coords, freqs) = case.data(1, 3), case.coords_and_freqs()
-    out = jax.jit(lambda *args: packed(case, *args, implementation="triton"))(
-        q, k, v, coords, freqs
-    )
-    assert (out.shape, out.dtype) == (
-        (case.batch, case.tokens, 3, case.heads, case.head_dim),
-        case.dtype,
-    )
+    pack = jax.jit(lambda *args: packed(case, *args, implementation="triton"))
+    out = pack(q, k, v, coords, freqs)
+    assert (out.shape, out.dtype) == ((*q.shape[:2], 3, *q.shape[2:]), case.dtype)
     theta = angles(coords, freqs)
     for i, x in enumerate((q, k)):
         assert_turned(out[:, :, i], turn(x, -theta, case.pairing), case)
@@ -91,7 +83,7 @@ def test_packing_turns_back(case, interpreted):
 
 
 @pytest.mark.parametrize("case", covering([CASES[i] for i in (0, 1, 5, 6)], [CASES[6]]), ids=str)
-def test_gradients(case, interpreted):
+def test_gradients(case):
     """Of data, coords and freqs, against float64 and against plain jnp in the same precision."""
     qkv, coords, freqs = drawn(case)
     cotangents = case.data(5, 3)
@@ -99,12 +91,9 @@ def test_gradients(case, interpreted):
     def gradients(gs, *args, **kwargs):
         return jax.vjp(lambda *args: unpacked(case, *args, **kwargs), *args)[1](tuple(gs))
 
-    ours = jax.jit(lambda *args: gradients(*args, implementation="triton"))
-    result = ours(cotangents, qkv, coords, freqs)
-    for x, again in zip(result, ours(cotangents, qkv, coords, freqs), strict=True):
-        assert np.array_equal(bits(x), bits(again))
-    plain = jax.jit(lambda *args: gradients(*args, implementation="xla"))(
-        cotangents, qkv, coords, freqs
+    result, plain = (
+        jax.jit(functools.partial(gradients, implementation=name))(cotangents, qkv, coords, freqs)
+        for name in ("triton", "xla")
     )
     dq, dk, *of_angles = exact_gradients(
         case, cotangents[:2], qkv[:, :, 0], qkv[:, :, 1], coords, freqs
@@ -114,53 +103,42 @@ def test_gradients(case, interpreted):
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_packing_has_gradients_of_angles_too(shared, interpreted):
+def test_packing_has_gradients_of_angles_too(shared):
     case = Case(tokens=4, heads=2, head_dim=8, pairs=3, shared=shared)
-    parts, (coords, freqs), (weights, *_) = (
-        tuple(case.data(7, 3)),
-        case.coords_and_freqs(),
-        drawn(case, 8),
-    )
+    parts, terms, weights = case.data(7, 3), case.coords_and_freqs(), drawn(case, 8)[0]
 
     def gradients(kind):
-        loss = lambda parts, *angles: jnp.sum(
-            weights * packed(case, *parts, *angles, implementation=kind)
-        )
-        return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2)))(parts, coords, freqs))
+        loss = lambda *args: jnp.sum(weights * packed(case, *args, implementation=kind))
+        return jax.jit(jax.grad(loss, range(5)))(*parts, *terms)
 
     for x, expected in zip(gradients("triton"), gradients("xla"), strict=True):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backward", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
-def test_second_derivatives(backward, interpreted):
+def test_second_derivatives(backward):
     case = Case(batch=1, tokens=3, heads=2, head_dim=8, pairs=3)
     qkv, coords, freqs = drawn(case)
 
-    def penalty(implementation):
+    def penalty(kind):
         def loss(x):
-            q, k, v = unpacked(
-                case, x, coords, freqs, implementation=implementation, backward=backward
-            )
+            q, k, v = unpacked(case, x, coords, freqs, implementation=kind, backward=backward)
             return jnp.sum(jnp.sin(q) * k * v)
 
-        return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))
+        return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))(qkv)
 
-    np.testing.assert_allclose(penalty("triton")(qkv), penalty("xla")(qkv), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(penalty("triton"), penalty("xla"), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_vmap(interpreted):
+def test_vmap():
     case = Case(batch=1, tokens=5, heads=2, head_dim=8, pairs=3)
-    qkv, coords, freqs = (
-        np.stack(x) for x in zip(*(drawn(case, seed) for seed in range(3)), strict=True)
-    )
+    of_seeds = zip(*(drawn(case, seed) for seed in range(3)), strict=True)
+    qkv, coords, freqs = map(np.stack, of_seeds)
     freqs *= np.arange(1, 4, dtype=np.float32)[:, None, None, None]
     for axes in ((0, None, 0), (1, None, None), (0, 0, 0)):
-        args = (
-            np.moveaxis(qkv, 0, axes[0]),
-            *(x if a == 0 else x[0] for x, a in zip((coords, freqs), axes[1:], strict=True)),
-        )
+        args = [np.moveaxis(qkv, 0, axes[0])]
+        args += [x[0] if a is None else x for x, a in zip((coords, freqs), axes[1:], strict=True)]
         ours, plain = (
             jax.jit(jax.vmap(functools.partial(unpacked, case, implementation=kind), axes))(*args)
             for kind in ("triton", "xla")
@@ -170,23 +148,23 @@ def test_vmap(interpreted):
 
 
 @pytest.mark.slow
-def test_programs_of_many_batch_items(interpreted, monkeypatch):
+def test_programs_of_many_batch_items(monkeypatch):
     # As if this were a large problem: the second program is short of items.
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1)
     assert unpack.tile_of(11, 6, 5, 16, 4, "half").batch == 8
-    test_gradients(case, None)
+    test_gradients(case)
 
 
-def test_long_rows_are_moved_one_after_the_other(interpreted, monkeypatch):
+def test_long_rows_are_moved_one_after_the_other(monkeypatch):
     case = Case(batch=1, tokens=40, heads=1, head_dim=64, pairs=3)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 32
     monkeypatch.setattr(unpack, "BYTES_IN_FLIGHT", 16)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 8
-    test_unpacking_is_rotating_the_parts_bit_for_bit(case, None)
+    test_unpacking_is_rotating_the_parts_bit_for_bit(case)
 
 
-def test_nan_stays_where_it_is(interpreted):
+def test_nan_stays_where_it_is():
     case = Case(batch=3, tokens=5)
     qkv, coords, freqs = drawn(case)
     f = jax.jit(lambda *args: jnp.stack(unpacked(case, *args, implementation="triton"), axis=2))
@@ -205,26 +183,14 @@ def test_nan_stays_where_it_is(interpreted):
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(data=st.data())
-def test_any_shape(data, interpreted):
-    pairs = data.draw(st.integers(1, 12))
-    case = Case(
-        batch=data.draw(st.integers(1, 4)),
-        tokens=data.draw(st.integers(1, 40)),
-        heads=data.draw(st.integers(1, 5)),
-        head_dim=2 * pairs + data.draw(st.integers(0, 12)),
-        pairs=pairs,
-        axes=data.draw(st.integers(1, 3)),
-        shared=data.draw(st.booleans()),
-        pairing=data.draw(st.sampled_from(["half", "interleaved"])),
-    )
-    qkv, coords, freqs = drawn(case)
-    q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(
-        qkv, coords, freqs
-    )
-    theta = angles(coords, freqs)
-    np.testing.assert_allclose(q, turn(qkv[:, :, 0], theta, case.pairing), rtol=1e-5, atol=2e-5)
-    np.testing.assert_allclose(k, turn(qkv[:, :, 1], theta, case.pairing), rtol=1e-5, atol=2e-5)
-    assert np.array_equal(v, qkv[:, :, 2])
+def test_any_shape(data):
+    case = data.draw(any_case(layout="BLND"))
+    qkv, *terms = drawn(case)
+    out = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(qkv, *terms)
+    for i, x in enumerate(out[:2]):
+        exact = turn(qkv[:, :, i], angles(*terms), case.pairing)
+        np.testing.assert_allclose(x, exact, rtol=1e-5, atol=2e-5)
+    assert np.array_equal(out[2], qkv[:, :, 2])
 
 
 def test_without_a_rotation_it_only_takes_apart():
@@ -242,23 +208,20 @@ ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
     ("call", "message"),
     [
         (lambda: unpack_and_rotate(QKV, ROTATION, backward="mosaic"), "backward='mosaic'"),
+        (lambda: unpack_and_rotate(QKV, ROTATION, implementation="cudnn"), "'cudnn' is not"),
         (
-            lambda: unpack_and_rotate(QKV, ROTATION, implementation="cudnn"),
-            "'cudnn' is not one that unpack_and_rotate has",
-        ),
-        (
-            lambda: unpack_and_rotate(QKV.astype("float64"), ROTATION, implementation="triton"),
-            "float64; float16, bfloat16 and float32 are served",
+            lambda: unpack_and_rotate(QKV.astype(float), ROTATION, implementation="triton"),
+            "float64; float16,",
         ),
         (
             lambda: rotate_back_and_pack(
-                *[PART.astype("float64")] * 3, ROTATION, implementation="triton"
+                *[PART.astype(float)] * 3, ROTATION, implementation="triton"
             ),
-            "float64; float16, bfloat16 and float32 are served",
+            "float64; float16,",
         ),
         (
             lambda: rotate_back_and_pack(PART, PART, PART[:, :5], ROTATION),
-            r"v is float32\(2, 5, 3, 16\); it must be like q",
+            r"v is float32\(2, 5, 3, 16\).* like q",
         ),
         (
             lambda: unpack_and_rotate(QKV, Rotation(ROTATION.coords, jnp.ones((3, 2, 9)))),
@@ -267,14 +230,14 @@ ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
         (lambda: unpack_and_rotate(QKV, ROTATION, padding=-1), "padding=-1"),
     ],
 )
-@pytest.mark.usefixtures("interpreted", "x64", "unchecked_annotations")
+@pytest.mark.usefixtures("x64", "unchecked_annotations")
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("gradient", covering(["learned", "triton", "xla"], ["learned"]))
-def test_tokens_of_padding_are_zeros_without_a_gradient(gradient, interpreted):
+def test_tokens_of_padding_are_zeros_without_a_gradient(gradient):
     """In the same launch, and whatever is in the padding's own gradient."""
     case = Case(batch=2, tokens=5, heads=3, head_dim=24, pairs=10)
     qkv, coords, freqs = map(jnp.asarray, drawn(case))
@@ -284,9 +247,8 @@ def test_tokens_of_padding_are_zeros_without_a_gradient(gradient, interpreted):
     backward = "xla" if gradient == "xla" else "triton"
 
     def both(gs, **options):
-        f = lambda qkv, freqs=freqs: unpacked(
-            case, qkv, coords, freqs, backward=backward, **options
-        )
+        options |= {"backward": backward}
+        f = lambda qkv, freqs=freqs: unpacked(case, qkv, coords, freqs, **options)
         out, pull_back = jax.vjp(f, *learned)
         return out, pull_back(tuple(gs))
 
