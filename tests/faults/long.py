@@ -172,13 +172,14 @@ def corruptions(
     while done.total() < count:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             copy = pathlib.Path(temporary)
-            target = copy / "checkpoints"
-            shutil.copytree(source, target)
+            target = shutil.copytree(source, copy / "checkpoints")
             name, kind = str(rng.choice(files)), str(rng.choice(DAMAGES))
             if not damage(target / newest / name, kind, rng):
                 continue
-            silent = io.StringIO()
-            with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 state = restored(copy, config, mode="train")
             what = f"{kind} of {name}"
             expect(int(state["step"]) == int(older), f"{what} was not detected")

@@ -57,26 +57,21 @@ class Run:
         """Its output so far, after a line break, so that every line follows one."""
         return "\n" + self.output.read_text()
 
-    def has_said(self, *marks: str) -> bool:
-        """Whether one of these is in its output."""
-        said = self.said()
-        return any(mark in said for mark in marks)
-
     def wait(self, seconds: float) -> int | None:
         """Waits for the end, at most this long; returns the exit status or None."""
         self._process.join(seconds)
         return self.returncode
 
-    def wait_for(self, *marks: str, seconds: float = 300) -> float:
-        """Waits until one of these is in its output, or until it ends; returns the time.
+    def wait_for(self, mark: str, seconds: float = 300) -> float:
+        """Waits until this is in its output, or until it ends; returns the time.
 
         Raises:
             TimeoutError: neither happened within `seconds`.
         """
         deadline = time.monotonic() + seconds
-        while not self.has_said(*marks) and self.returncode is None:
+        while mark not in self.said() and self.returncode is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"none of {marks} within {seconds} s: {self.said()}")
+                raise TimeoutError(f"no {mark!r} within {seconds} s: {self.said()}")
             time.sleep(0.03)
         return time.monotonic()
 

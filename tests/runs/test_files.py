@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import shutil
 
 import pytest
@@ -11,25 +10,29 @@ import rope_jax.runs.run
 from rope_jax.config import ConfigError
 from rope_jax.system import files
 from rope_jax.system.files import SaveFailed, locked, read_json, read_regular, set_aside, write_file
-from tests.training.recipe import tiny
+from tests.training.recipe import largest_file, tiny
 
 
 def test_a_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path):
     path = tmp_path / "results.json"
     write_file(path, "old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(SaveFailed, match=f"{path} could not be written: File too large"):
-            write_file(path, 2000 * "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    failed = pytest.raises(SaveFailed, match=f"{path} could not be written: File too large")
+    with failed, largest_file(1000):
+        write_file(path, 2000 * "x")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("results.json", "old")]
+
+
+NO_FILES = {
+    "folder": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop of links": lambda path: path.symlink_to(path.name),
+}
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "loop of links"])
 def test_what_is_in_the_way_of_a_file_is_replaced(tmp_path, kind):
-    make(tmp_path / "accuracy.png", kind)
+    NO_FILES[kind](tmp_path / "accuracy.png")
     write_file(tmp_path / "accuracy.png", b"new")
     assert (tmp_path / "accuracy.png").read_bytes() == b"new"
 
@@ -37,43 +40,31 @@ def test_what_is_in_the_way_of_a_file_is_replaced(tmp_path, kind):
 def test_a_run_that_is_training_is_not_evaluated_beside_that(tmp_path):
     """Both would write its results."""
     (tmp_path / "checkpoints").mkdir()
-    with (
-        locked(tmp_path),
-        pytest.raises(
-            ConfigError,
-            match=rf"is in use by process {os.getpid()} on .*: wait for it.*\[--workdir\]",
-        ),
-    ):
+    in_use = rf"is in use by process {os.getpid()} on .*: wait for it.*\[--workdir\]"
+    with locked(tmp_path), pytest.raises(ConfigError, match=in_use):
         rope_jax.runs.run.evaluate_newest(tiny(), tmp_path)
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def none(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def failing(code):
+    """A call that the system refuses."""
 
-    monkeypatch.setattr(files.fcntl, "flock", none)
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.fcntl, "flock", failing(errno.ENOLCK))
     message = rf"{tmp_path}/\.lock cannot be locked \(No locks.*: use a workdir on .*\[--workdir\]"
     with pytest.raises(ConfigError, match=message):
         rope_jax.runs.run.train(tiny(), tmp_path)
 
 
-def make(path, kind):
-    """Something else than a regular file."""
-    if kind == "folder":
-        path.mkdir()
-        (path / "inside").write_text("x")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.symlink_to(path.name)
-
-
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
 def test_only_regular_files_are_read(tmp_path, kind):
     """A pipe would wait for its writer, and a device has no end."""
-    make(tmp_path / "file", kind)
+    NO_FILES[kind](tmp_path / "file")
     for read in (lambda path: read_regular(path, at_most=10), read_json):
         with pytest.raises(ValueError, match="file is not a regular file"):
             read(tmp_path / "file")
@@ -106,7 +97,7 @@ def test_a_lock_is_lost_with_its_workdir(tmp_path, monkeypatch):
     with locked(workdir) as first:
         assert first()
         with monkeypatch.context() as patch:
-            patch.setattr(files.os.path, "samestat", unreachable)
+            patch.setattr(files.os.path, "samestat", failing(errno.EIO))
             assert first()  # it cannot be told now
         workdir.rename(tmp_path / "elsewhere")
         assert not first()
@@ -115,7 +106,3 @@ def test_a_lock_is_lost_with_its_workdir(tmp_path, monkeypatch):
             assert not first()
             shutil.rmtree(workdir)
             assert not second()
-
-
-def unreachable(*_):
-    raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -21,7 +21,6 @@ import rope_jax.runs.run
 import rope_jax.training.folder
 from rope_jax import data
 from rope_jax.config import ConfigError
-from rope_jax.data.images.device import normalise
 from rope_jax.evaluate import read_results
 from rope_jax.system.files import SaveFailed
 from rope_jax.system.sharding import put_batch
@@ -29,45 +28,57 @@ from rope_jax.training import checkpoint, loop, metrics
 from rope_jax.training.checkpoint import Checkpoints, NonFinite
 from rope_jax.training.metrics import read_events, read_metrics
 from rope_jax.training.setup import (
-    check_batch_size,
     initial_state,
     prepare,
-    training_batches,
 )
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax.training.trees import not_finite, tree_hash
 from tests.training.recipe import (
     accuracy,
+    assert_same_end,
     final_state,
     interrupt_at,
     losses,
     run,
-    run_in_two_parts,
+    run_in_parts,
     tiny,
 )
+
+AVERAGED = {"ema_decay": 0.9}
+TOO_FAST = {"optim__learning_rate": 1e30, "optim__warmup_epochs": 0.0}
+SKIPPING = TOO_FAST | AVERAGED | {"non_finite": "skip"}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("finished")
-    return workdir, run(workdir, ema_decay=0.9)
+    run(workdir, **AVERAGED)
+    return workdir
+
+
+def events_of(workdir, kind):
+    return [event for event in read_events(workdir / "metrics.jsonl") if event["event"] == kind]
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of a finished run."""
+    return shutil.copytree(finished, tmp_path / "copy")
 
 
 def test_a_run_leaves_its_files(finished):
-    workdir, _ = finished
-    assert {p.name for p in workdir.iterdir()} >= {
+    assert {p.name for p in finished.iterdir()} >= {
         "config.json",
         "metrics.jsonl",
         "results.json",
         "checkpoints",
         "accuracy.png",
     }
-    lines = read_metrics(workdir / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 25))
-    assert all(np.isfinite(line["loss"]) for line in lines)
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    results = json.loads((workdir / "results.json").read_text())
+    steps, values = zip(*losses(finished), strict=True)
+    assert steps == tuple(range(1, 25))
+    assert values[-1] < values[0]
+    results = read_results(finished)
     assert results["step"] == 24
     assert [row["resolution"] for row in results["eval"]] == [[8, 8], [4, 6]]
     for row in results["eval"]:
@@ -77,31 +88,27 @@ def test_a_run_leaves_its_files(finished):
 
 
 @pytest.mark.slow
-def test_results_and_pictures_are_offered_in_tensorboard(finished, tmp_path):
+def test_results_and_pictures_are_offered_in_tensorboard(copy):
     pytest.importorskip("tensorboardX", reason="TensorBoard files need the extra `log`")
-    workdir = shutil.copytree(finished[0], tmp_path / "copy")
-    (workdir / "results.json").unlink()
-    rope_jax.runs.run.train(tiny(tensorboard=True, ema_decay=0.9), workdir)
-    (path,) = (workdir / "tensorboard").iterdir()
+    (copy / "results.json").unlink()
+    run(copy, tensorboard=True, **AVERAGED)
+    (path,) = (copy / "tensorboard").iterdir()
     board = path.read_bytes()  # protocol buffers store names, floats and bytes as they are
-    for row in read_results(workdir)["eval"]:
+    for row in read_results(copy)["eval"]:
         assert f"top1_{'x'.join(map(str, row['resolution']))}/rope_mixed".encode() in board
         assert struct.pack("<f", row["top1"]) in board
     assert b"\x89PNG" in board
 
 
 def test_the_loaded_model_scores_what_the_run_reported(finished):
-    workdir, _ = finished
-    model, config = rope_jax.load_checkpoint(str(workdir))
-    rows = json.loads((workdir / "results.json").read_text())["eval"]
-    for row in rows:
+    model, config = rope_jax.load_checkpoint(str(finished))
+    for row in read_results(finished)["eval"]:
         assert accuracy(model, config, row["resolution"]) == pytest.approx(row["top1"], abs=1e-9)
 
 
 def test_averaged_and_last_weights_can_be_chosen(finished):
-    workdir, _ = finished
     leaf = lambda **options: np.asarray(
-        rope_jax.load_checkpoint(str(workdir), **options)[0].head.kernel[...]
+        rope_jax.load_checkpoint(str(finished), **options)[0].head.kernel[...]
     )
     assert np.array_equal(leaf(), leaf(ema=True))
     assert not np.array_equal(leaf(ema=True), leaf(ema=False))
@@ -111,20 +118,16 @@ def test_averaged_and_last_weights_can_be_chosen(finished):
 
 
 def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
-    workdir, _ = finished
-    before = {p: p.read_bytes() for p in workdir.iterdir() if p.is_file() and p.suffix != ".png"}
-    run(workdir, ema_decay=0.9)
+    before = {p: p.read_bytes() for p in finished.iterdir() if p.is_file() and p.suffix != ".png"}
+    run(finished, **AVERAGED)
     assert "training is complete" in capsys.readouterr().out
     assert before == {p: p.read_bytes() for p in before}
 
 
-@pytest.mark.parametrize("step", [3, 16])  # between checkpoints, and at one
-def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished, step):
-    run_in_two_parts(tmp_path, step, ema_decay=0.9)
-    workdir, _ = finished
-    states = [final_state(folder, ema_decay=0.9) for folder in (tmp_path, workdir)]
-    assert tree_hash(states[0]) == tree_hash(states[1])
-    assert losses(tmp_path) == losses(workdir)
+def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished):
+    """Between two checkpoints, and at one."""
+    run_in_parts(tmp_path, 3, 16, **AVERAGED)
+    assert_same_end(tmp_path, finished, **AVERAGED)
 
 
 def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
@@ -133,7 +136,7 @@ def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
         match=r"step \d+: loss (nan|inf).*nothing was saved.*learning_rate, or look at its "
         r"examples: \d+, ",
     ):
-        run(tmp_path, optim__learning_rate=1e30, optim__warmup_epochs=0.0)
+        run(tmp_path, **TOO_FAST)
     assert not list((tmp_path / "checkpoints").iterdir())
     assert not (tmp_path / "results.json").exists()
 
@@ -148,22 +151,21 @@ def test_parameters_that_overflow_are_not_saved_either(tmp_path, monkeypatch):
         match=r"step 1 is not saved: .* not finite; nothing was saved\. .* its examples: \d+, ",
     ):
         run(tmp_path, checkpoint_every=1)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_another_config_is_refused_on_resume(finished):
-    workdir, _ = finished
     with pytest.raises(
         ConfigError,
         match=r"another config \(model.position: 'rope_mixed' -> 'ape'; batch_size: 120 -> 60\)",
     ):
-        run(workdir, ema_decay=0.9, model__position="ape", batch_size=60)
+        run(finished, **AVERAGED, model__position="ape", batch_size=60)
 
 
-def test_a_finished_run_is_evaluated_at_other_resolutions(finished, tmp_path):
-    workdir = shutil.copytree(finished[0], tmp_path / "run")
-    config = tiny(ema_decay=0.9, eval__resolutions=(6, (4, 6)), log_every=7)
-    rope_jax.runs.run.evaluate_newest(config, workdir)
-    old, new = (read_results(folder)["eval"] for folder in (finished[0], workdir))
+def test_a_finished_run_is_evaluated_at_other_resolutions(finished, copy):
+    config = tiny(**AVERAGED, eval__resolutions=(6, (4, 6)), log_every=7)
+    rope_jax.runs.run.evaluate_newest(config, copy)
+    old, new = (read_results(workdir)["eval"] for workdir in (finished, copy))
     assert [row["resolution"] for row in new] == [[8, 8], [6, 6], [4, 6]]
     assert [new[0], new[2]] == old
 
@@ -174,31 +176,6 @@ def test_what_is_trained_is_needed(tmp_path):
         rope_jax.load_checkpoint(str(tmp_path))
     with pytest.raises(ConfigError, match="does not exist: train first"):
         rope_jax.runs.run.evaluate_newest(tiny(), tmp_path / "nothing")
-
-
-def test_the_step_is_adamw_with_an_average():
-    config = tiny(ema_decay=0.9)
-    prepared, model = prepare(config)
-    state = initial_state(prepared, model)
-    batch = put_batch(next(training_batches(prepared, 0)[0]), prepared.mesh)
-    new, metrics = make_step(prepared)(jax.tree.map(jnp.copy, state), batch)
-
-    def loss_of(params):
-        images = normalise(batch["image"], config.data.mean, config.data.std)
-        logits, _ = prepared.apply(lambda model: model(images), params, {}, prepared.rest)
-        return -jax.nn.log_softmax(logits)[jnp.arange(120), batch["label"]].mean()
-
-    loss, grads = jax.jit(jax.value_and_grad(loss_of))(state["params"])
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
-    updates, _ = jax.jit(prepared.optimizer.update)(grads, state["opt"], state["params"])
-    expected = jax.tree.map(np.add, state["params"], updates)
-    for ours, theirs in zip(jax.tree.leaves(new["params"]), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    for ours, average, last in zip(
-        *(jax.tree.leaves(t) for t in (new["ema"], state["params"], new["params"])), strict=True
-    ):
-        np.testing.assert_allclose(ours, 0.9 * average + 0.1 * last, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -212,12 +189,12 @@ def test_bfloat16_keeps_float32_parameters(tmp_path):
     assert jax.eval_shape(model, jnp.zeros((1, 8, 8, 3))).dtype == jnp.bfloat16
 
 
-def write_images(path, seed, **arrays):
-    rng = np.random.default_rng(seed)
-    for split in ("train", "test"):
-        arrays.setdefault(f"{split}_images", rng.integers(0, 256, (240, 8, 8), dtype=np.uint8))
-        arrays.setdefault(f"{split}_labels", np.arange(240) % 10)
-    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+def write_images(path, seed, splits=("train", "test")):
+    rng, arrays = np.random.default_rng(seed), {}
+    for split in splits:
+        arrays[f"{split}_images"] = rng.integers(0, 256, (240, 8, 8), dtype=np.uint8)
+        arrays[f"{split}_labels"] = np.arange(240) % 10
+    np.savez(path, **arrays)
     changes = {"data__source": "npz", "data__path": str(path), "epochs": 0.5}
     return changes | {"eval__resolutions": ()}
 
@@ -231,22 +208,15 @@ def test_other_images_are_refused_on_resume_and_moved_ones_are_not(tmp_path):
 
 def test_a_missing_test_split_is_told_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"has no test images.*--config.data"):
-        run(
-            tmp_path / "run",
-            **write_images(tmp_path / "a.npz", seed=0, test_images=None, test_labels=None),
-        )
+        run(tmp_path / "run", **write_images(tmp_path / "a.npz", seed=0, splits=["train"]))
     assert os.listdir(tmp_path / "run") == [".lock"]
 
 
 @pytest.mark.parametrize("during", ["evaluate_state", "start"])
-def test_nothing_is_written_into_a_workdir_that_was_exchanged(
-    tmp_path, finished, monkeypatch, during
-):
+def test_nothing_is_written_into_a_workdir_that_was_exchanged(tmp_path, copy, monkeypatch, during):
     """Neither while a run is evaluated, nor between its lock and its first file."""
-    workdir = tmp_path / "run"
-    if during == "evaluate_state":
-        shutil.copytree(finished[0], workdir)
-        (workdir / "results.json").unlink()
+    (copy / "results.json").unlink()
+    workdir = copy if during == "evaluate_state" else tmp_path / "new"
     work = getattr(rope_jax.runs.run, during)
 
     def exchanged(*args, **kwargs):
@@ -256,29 +226,28 @@ def test_nothing_is_written_into_a_workdir_that_was_exchanged(
 
     monkeypatch.setattr(rope_jax.runs.run, during, exchanged)
     with pytest.raises(SaveFailed, match=f"{workdir} was deleted or moved, or another run has"):
-        run(workdir, ema_decay=0.9)
+        run(workdir, **AVERAGED)
     assert not list(workdir.iterdir())
 
 
 def test_results_that_could_not_be_written_are_written_by_the_same_command(
-    tmp_path, finished, monkeypatch
+    finished, copy, monkeypatch
 ):
-    workdir, rename = shutil.copytree(finished[0], tmp_path / "run"), pathlib.Path.replace
-    before = (workdir / "results.json").read_bytes()
-    (workdir / "results.json").unlink()
+    rename = pathlib.Path.replace
+    (copy / "results.json").unlink()
 
     def stale(self, target):
         if target.name == "results.json":
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return rename(self, target)
 
+    message = r"results\.json could not be written: Stale .*; step 24 is saved: run the same"
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "replace", stale)
-        message = r"results\.json could not be written: Stale .*; step 24 is saved: run the same"
         with pytest.raises(SaveFailed, match=message):
-            run(workdir, ema_decay=0.9)
-    run(workdir, ema_decay=0.9)
-    assert (workdir / "results.json").read_bytes() == before
+            run(copy, **AVERAGED)
+    run(copy, **AVERAGED)
+    assert_same_end(copy, finished, **AVERAGED)
 
 
 def test_a_checkpoint_of_another_schema_is_not_resumed(tmp_path):
@@ -289,27 +258,23 @@ def test_a_checkpoint_of_another_schema_is_not_resumed(tmp_path):
 
 
 def test_results_of_a_run_that_was_moved_away_are_not_taken_for_ours(finished, tmp_path):
-    old = json.loads((finished[0] / "results.json").read_text())
+    old = read_results(finished)
     rows = [row | {"top1": 2.0} for row in old["eval"]]
     (tmp_path / "results.json").write_text(json.dumps({"step": 24, "eval": rows}))
-    run(tmp_path, ema_decay=0.9)
-    assert json.loads((tmp_path / "results.json").read_text()) == old
+    run(tmp_path, **AVERAGED)
+    assert read_results(tmp_path) == old
 
 
-def test_an_interrupted_evaluation_is_done_by_the_next_start(tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_is_done_by_the_next_start(finished, copy, monkeypatch):
+    (copy / "results.json").unlink()
+    interrupted = lambda *_, **__: signal.raise_signal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            data,
-            "evaluation_batches",
-            lambda *args, original=data.evaluation_batches, **kwargs: (
-                signal.raise_signal(signal.SIGTERM) or original(*args, **kwargs)
-            ),
-        )
+        patch.setattr(data, "evaluation_batches", interrupted)
         with pytest.raises(Interrupted, match="SIGTERM"):
-            run(tmp_path, ema_decay=0.9)
-    assert not (tmp_path / "results.json").exists()
-    run(tmp_path, ema_decay=0.9)
-    assert len(json.loads((tmp_path / "results.json").read_text())["eval"]) == 2
+            run(copy, **AVERAGED)
+    assert not (copy / "results.json").exists()
+    run(copy, **AVERAGED)
+    assert read_results(copy) == read_results(finished)
 
 
 def test_the_same_seed_gives_every_scheme_the_same_other_weights():
@@ -317,17 +282,9 @@ def test_the_same_seed_gives_every_scheme_the_same_other_weights():
         rope_jax.create_model("vit_digits", position=position)
         for position in ("none", "ape", "rope_mixed+rpb")
     ]
-    for model in models[1:]:
-        assert np.array_equal(model.head.kernel[...], models[0].head.kernel[...])
-        assert np.array_equal(
-            model.blocks[3].mlp.fc2.kernel[...], models[0].blocks[3].mlp.fc2.kernel[...]
-        )
-
-
-def test_a_batch_that_the_devices_cannot_share_is_refused():
-    message = "=100 cannot be divided over 8 devices; use 96 or 104, or fewer devices"
-    with pytest.raises(ConfigError, match=message):
-        check_batch_size(100, devices=8)
+    for part in (lambda model: model.head, lambda model: model.blocks[3].mlp.fc2):
+        first, *others = [np.asarray(part(model).kernel[...]) for model in models]
+        assert all(np.array_equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -356,39 +313,34 @@ def test_impossible_combinations_name_the_flag(changes, message, tmp_path):
 def test_a_run_says_when_it_started_saved_and_stopped_and_why(
     tmp_path, finished, monkeypatch, capsys
 ):
-    events = read_events(finished[0] / "metrics.jsonl")
+    events = read_events(finished / "metrics.jsonl")
     said = [(event["step"], event["event"]) for event in events]
-    assert sorted(said) == [
-        (0, "start"), (8, "saved"), (16, "saved"), (24, "saved"), (24, "stop"),
-    ]  # fmt: skip
+    assert sorted(said) == [(0, "start"), *((n, "saved") for n in (8, 16, 24)), (24, "stop")]
     assert events[0]["resumes_from"] is None
     assert (events[-1]["why"], events[-1]["resumes_from"]) == ("complete", 24)
     assert all(event["bytes"] > 10_000 for event in events if event["event"] == "saved")
     interrupt_at(monkeypatch, 11)
     with pytest.raises(Interrupted):
-        run(tmp_path, ema_decay=0.9)
-    stop = read_events(tmp_path / "metrics.jsonl")[-1]
+        run(tmp_path, **AVERAGED)
+    (stop,) = events_of(tmp_path, "stop")
     assert stop == {"step": 11, "event": "stop", "why": "stopped by SIGINT", "resumes_from": 11}
     out = capsys.readouterr().out
     assert "stopped at step 11 of 24; newest checkpoint: step 11" in out
     assert "saved step 8: 0.0 MB" in out
 
 
-def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finished, capsys):
-    workdir = shutil.copytree(finished[0], tmp_path / "run")
-    (workdir / "checkpoints" / "24" / "manifest.json").unlink()
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, copy, capsys):
+    (copy / "checkpoints" / "24" / "manifest.json").unlink()
     damaged = r"24( of .*)? is damaged: manifest.json is missing"
     with pytest.raises(ConfigError, match=f"{damaged}; without --strict_restore"):
-        rope_jax.runs.run.train(tiny(ema_decay=0.9), workdir, strict_restore=True)
-    rope_jax.load_checkpoint(str(workdir))  # reads 16, and renames nothing
+        rope_jax.runs.run.train(tiny(**AVERAGED), copy, strict_restore=True)
+    rope_jax.load_checkpoint(str(copy))  # reads 16, and renames nothing
     with pytest.raises(ValueError, match=damaged):
-        rope_jax.load_checkpoint(str(workdir), step=24)
-    run(workdir, ema_decay=0.9)
+        rope_jax.load_checkpoint(str(copy), step=24)
+    run(copy, **AVERAGED)
     assert "found step 16 of 24" in capsys.readouterr().out
-    states = [final_state(folder, ema_decay=0.9) for folder in (workdir, finished[0])]
-    assert tree_hash(states[0]) == tree_hash(states[1])
-    assert losses(workdir) == losses(finished[0])
-    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["16", "24", "24.corrupt"]
+    assert_same_end(copy, finished, **AVERAGED)
+    assert sorted(os.listdir(copy / "checkpoints")) == ["16", "24", "24.corrupt"]
 
 
 @pytest.mark.parametrize(
@@ -397,33 +349,25 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finishe
 def test_a_state_of_other_arrays_is_not_resumed(change, finished):
     name = next(iter(change)).replace("__", ".")
     with pytest.raises(ConfigError, match=r"arrays are not those of this run: .*\[--workdir\]"):
-        rope_jax.runs.run.train(
-            tiny(**{"ema_decay": 0.9} | change), finished[0], resume_override=[name]
-        )
+        rope_jax.runs.run.train(tiny(**AVERAGED | change), finished, resume_override=[name])
 
 
 @pytest.mark.slow
 def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
-    interrupted = tiny(epochs=0.2, eval__resolutions=())
-    rope_jax.runs.run.train(interrupted, tmp_path)
+    run(tmp_path, epochs=0.2, eval__resolutions=())
     changed = tiny(epochs=0.4, seed=1, eval__resolutions=())
-    with pytest.raises(
-        ConfigError,
-        match=r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs resumes",
+    resume = lambda *names: rope_jax.runs.run.train(changed, tmp_path, resume_override=names)
+    for names, message in (
+        ((), r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs resumes"),
+        (["seed"], r"\(epochs: 0.2 -> 0.4\)"),
+        (["sead"], "--resume_override=sead is not a setting; did you mean 'seed'"),
     ):
-        rope_jax.runs.run.train(changed, tmp_path)
-    with pytest.raises(ConfigError, match=r"\(epochs: 0.2 -> 0.4\)"):
-        rope_jax.runs.run.train(changed, tmp_path, resume_override=["seed"])
-    with pytest.raises(
-        ConfigError, match=r"--resume_override=sead is not a setting; did you mean 'seed'"
-    ):
-        rope_jax.runs.run.train(changed, tmp_path, resume_override=["sead"])
-    rope_jax.runs.run.train(changed, tmp_path, resume_override=["seed", "epochs"])
-    assert (
-        "WARNING: resuming with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4"
-        in capsys.readouterr().err
-    )
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+        with pytest.raises(ConfigError, match=message):
+            resume(*names)
+    resume("seed", "epochs")
+    told = "WARNING: resuming with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4"
+    assert told in capsys.readouterr().err
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["caf\udce9", "back\\slash"])
@@ -439,10 +383,6 @@ def test_a_workdir_that_cannot_be_made_is_named(tmp_path):
         run(tmp_path / "file" / "run")
 
 
-TOO_FAST = {"optim__learning_rate": 1e30, "optim__warmup_epochs": 0.0}
-SKIPPING = TOO_FAST | {"non_finite": "skip", "ema_decay": 0.9}
-
-
 def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     prepared, model = prepare(tiny(**SKIPPING))
     state = initial_state(prepared, model)
@@ -450,11 +390,10 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     step = make_step(prepared)
     broken = jax.tree.map(jnp.copy, state)
     broken["params"]["head"]["kernel"] = jnp.full_like(broken["params"]["head"]["kernel"], 3e38)
-    before = tree_hash(broken | {"step": 1})
+    before = tree_hash(broken | {"step": np.int32(1)})
     after, metrics = step(broken, put_batch(batch, prepared.mesh))
     assert not np.isfinite(metrics["loss"])
-    assert int(after["step"]) == 1
-    assert tree_hash(after | {"step": 1}) == before
+    assert tree_hash(after) == before
     better, metrics = step(jax.tree.map(jnp.copy, state), put_batch(batch, prepared.mesh))
     assert np.isfinite(metrics["loss"])
     assert tree_hash(better["params"]) != tree_hash(state["params"])
@@ -467,10 +406,7 @@ def test_skipping_ends_after_ten_in_a_row(tmp_path, capsys):
         "step 8",
     ):
         run(tmp_path, **SKIPPING)
-    events = [
-        event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "skipped"
-    ]
-    assert len(events) == 10
+    assert len(events_of(tmp_path, "skipped")) == 10
     assert capsys.readouterr().err.count("its update is skipped") == 10
     assert not not_finite(final_state(tmp_path, **SKIPPING))
 
@@ -491,13 +427,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_if_it_is_the_last(
         patch.setattr(checkpoint, "seal", full)
         last = pytest.raises(SaveFailed, match=message)
         with last if failing == 24 else contextlib.nullcontext():
-            run(tmp_path, ema_decay=0.9)
+            run(tmp_path, **AVERAGED)
     assert re.search(f"WARNING: {message}", capsys.readouterr().err)
-    stop = read_events(tmp_path / "metrics.jsonl")[-1]
+    (stop,) = events_of(tmp_path, "stop")
     assert stop["resumes_from"] == (24 if failing == 16 else 16)
-    run(tmp_path, ema_decay=0.9)
-    kept = sorted(p.name for p in folder.iterdir())
-    assert kept == (["24", "8"] if failing == 16 else ["16", "24"])
+    run(tmp_path, **AVERAGED)
+    assert sorted(os.listdir(folder)) == (["24", "8"] if failing == 16 else ["16", "24"])
 
 
 @pytest.mark.parametrize(
@@ -530,9 +465,9 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypat
 
     monkeypatch.setattr(Checkpoints, "_write", slow)
     with pytest.raises(Interrupted, match="SIGUSR1") as caught:
-        run(tmp_path, ema_decay=0.9)
+        run(tmp_path, **AVERAGED)
     assert caught.value.saved
-    newest = int(final_state(tmp_path, ema_decay=0.9)["step"])
+    newest = int(final_state(tmp_path, **AVERAGED)["step"])
     assert newest == read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] >= saved
     assert not (tmp_path / "results.json").exists()
 
@@ -541,25 +476,18 @@ def test_nothing_moves_to_the_device_between_steps(tmp_path, monkeypatch):
     """But while the first step compiles."""
 
     def make_careless(run):
-        step = make_step(run)
-
-        def careless(state, batch):
-            jnp.square(np.ones(3))  # moves there without being asked to
-            return step(state, batch)
-
-        return careless
+        step, moved = make_step(run), lambda: jnp.square(np.ones(3))  # without being asked to
+        return lambda state, batch: (moved(), step(state, batch))[1]
 
     monkeypatch.setattr(loop, "make_step", make_careless)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        run(tmp_path, ema_decay=0.9)
+        run(tmp_path, **AVERAGED)
 
 
 @pytest.mark.slow
 def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
-    run(tmp_path, ema_decay=0.9, profile_at=3)
-    (event,) = (
-        event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "profile"
-    )
+    run(tmp_path, **AVERAGED, profile_at=3)
+    (event,) = events_of(tmp_path, "profile")
     assert (event["step"], event["folder"]) == (7, str(tmp_path / "profile"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
@@ -570,10 +498,10 @@ def test_files_that_cannot_be_read_are_told_with_the_workdir(tmp_path, finished,
 
     for owner, name, workdir in (
         (metrics, "open_regular", tmp_path),
-        (rope_jax.runs.run, "usable_results", finished[0]),
-        (rope_jax.training.folder, "read_json", finished[0]),
+        (rope_jax.runs.run, "usable_results", finished),
+        (rope_jax.training.folder, "read_json", finished),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(ConfigError, match=r"denied: 'some/file' \[--workdir\]"):
-                run(workdir, ema_decay=0.9)
+                run(workdir, **AVERAGED)

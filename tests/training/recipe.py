@@ -1,8 +1,11 @@
 """The smallest run that still goes through everything, shared by the tests of training."""
 
+import contextlib
 import dataclasses
 import pathlib
+import resource
 import signal
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -12,12 +15,14 @@ from flax import nnx
 import rope_jax.runs.run
 from rope_jax import config as cfg
 from rope_jax import data
+from rope_jax.evaluate import read_results
 from rope_jax.runs import restore
 from rope_jax.training.folder import Run
 from rope_jax.training.metrics import read_metrics
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import create, prepare
 from rope_jax.training.signals import Interrupted
+from rope_jax.training.trees import tree_hash
 
 TINY = "depth=1,width=16,heads=1"
 CEIT = {  # a model with batch statistics
@@ -103,14 +108,34 @@ def interrupt_at(monkeypatch, step):
     monkeypatch.setattr(Reporter, "waiting_for_batch", interrupted)
 
 
-def run_in_two_parts(workdir: pathlib.Path, step: int, **changes) -> None:
-    """Trains the tiny recipe, stopped by a signal after a step and resumed to its end."""
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, step)
-        with pytest.raises(Interrupted, match="SIGINT"):
-            run(workdir, **changes)
-    assert int(final_state(workdir, **changes)["step"]) == step
+def run_in_parts(workdir: pathlib.Path, *steps: int, **changes) -> None:
+    """Trains the tiny recipe, stopped by a signal after each of the steps, to its end."""
+    for step in steps:
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, step)
+            with pytest.raises(Interrupted, match="SIGINT"):
+                run(workdir, **changes)
+        assert int(final_state(workdir, **changes)["step"]) == step
     run(workdir, **changes)
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Lets this process write no file of more bytes, as a stand-in for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def assert_same_end(one: pathlib.Path, other: pathlib.Path, **changes) -> None:
+    """Two workdirs of the tiny recipe have the same last state, losses and results to the bit."""
+    states = [tree_hash(final_state(workdir, **changes)) for workdir in (one, other)]
+    assert states[0] == states[1]
+    assert losses(one) == losses(other)
+    assert read_results(one) == read_results(other)
 
 
 def losses(workdir: pathlib.Path) -> list[tuple[int, float]]:

@@ -1,17 +1,13 @@
 """Runs on images with boxes that differ in size: what is refused before training, and resuming."""
 
-import json
-
 import numpy as np
 import pytest
 
-from rope_jax.commands import evaluate
 from rope_jax.config import ConfigError
-from rope_jax.data import decode_image
+from rope_jax.evaluate import read_results
 from rope_jax.training.setup import prepare, training_batches
-from rope_jax.training.trees import tree_hash
 from tests.images.coco_set import annotations, write_annotations, write_coco
-from tests.training.recipe import final_state, run, run_in_two_parts, tiny
+from tests.training.recipe import assert_same_end, run, run_in_parts, tiny
 
 CROP = "detr_crop(low=24,high=40,step=8,long=64,before_low=20,before_high=30,before_step=5,"
 CROP += "cut_low=16,cut_high=30)"
@@ -79,19 +75,28 @@ def test_mistakes_are_named_before_training(folder, changes, message):
     refused(folder, message, **changes)
 
 
-def test_annotations_that_cannot_be_trained_with_are_named(folder):
-    content = annotations()
-    for kept in ([], [x for x in content["annotations"] if x["iscrowd"]]):
-        write_annotations(folder, "val", content | {"annotations": kept})
-        refused(folder, r"no image of set, test split, has an object that .*\[--config.data.path\]")
-    assert len(kept) == 2
-    content["annotations"][0]["category_id"] = 5
-    write_annotations(folder, "val", content)
-    refused(folder, r"val2017.json is .*annotation 100 has .*category_id=5, .*\[--config.data\]")
-    content["annotations"][0]["category_id"] = 3
-    content["categories"].pop()
-    write_annotations(folder, "val", content | {"annotations": []})
-    refused(folder, r"the splits of set have other classes: .*\[--config.data.path\]")
+OBJECTS, CLASSES = annotations()["annotations"], annotations()["categories"]
+NO_OBJECT = r"no image of set, test split, has an object that .*\[--config.data.path\]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"annotations": []}, NO_OBJECT),
+        ({"annotations": [x for x in OBJECTS if x["iscrowd"]]}, NO_OBJECT),
+        (
+            {"annotations": [OBJECTS[0] | {"category_id": 5}]},
+            r"val2017.json is .*annotation 100 has .*category_id=5, .*\[--config.data\]",
+        ),
+        (
+            {"annotations": [], "categories": CLASSES[:-1]},
+            r"the splits of set have other classes: .*\[--config.data.path\]",
+        ),
+    ],
+)
+def test_annotations_that_cannot_be_trained_with_are_named(folder, changes, message):
+    write_annotations(folder, "val", annotations() | changes)
+    refused(folder, message)
 
 
 @pytest.mark.slow
@@ -103,19 +108,10 @@ def test_a_run_with_several_canvases_resumes_exactly(tmp_path, folder):
     stream.close()
     assert sizes[0] != sizes[1]  # the step is compiled again, where the host sends no constants
     run(tmp_path / "whole", **changes)
-    run_in_two_parts(tmp_path / "halves", 2, **changes)
-    hashes = {tree_hash(final_state(tmp_path / name, **changes)) for name in ("whole", "halves")}
-    assert len(hashes) == 1
-    (row,) = json.loads((tmp_path / "whole" / "results.json").read_text())["eval"]
+    run_in_parts(tmp_path / "halves", 2, **changes)
+    assert_same_end(tmp_path / "whole", tmp_path / "halves", **changes)
+    (row,) = read_results(tmp_path / "whole")["eval"]
     assert (row["count"], row["class_names"]) == (6, ["cat", "dog", "bird"])
     assert "fit(short=40,long=64) of each image" in row["protocol"]
     assert np.isfinite(row["ap"])
-    picture = decode_image((tmp_path / "whole" / "detections.png").read_bytes())
-    assert picture.shape[1] == 12 + 2 * (480 + 12)
-    for flags in ([], ["--resolutions=48x72"]):
-        evaluate.main([str(tmp_path / "whole"), "--batch_size=2", *flags])
-    again, larger = json.loads((tmp_path / "whole" / "evaluations.json").read_text())["rows"]
-    same = ("ap", "ap50", "class_ap", "count")
-    assert {name: again[name] for name in same} == {name: row[name] for name in same}
-    assert larger["resolution"] == [48, 72]
-    assert "fit(short=48,long=72) of each image" in larger["protocol"]
+    assert (tmp_path / "whole" / "detections.png").stat().st_size > 0

@@ -53,12 +53,10 @@ def test_a_closed_terminal_stops_the_run_once():
 
 def test_sighup_stays_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_signals() as stopping:
-            signal.raise_signal(signal.SIGHUP)
-            stopping()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with stop_signals() as stopping:
+        signal.raise_signal(signal.SIGHUP)
+        stopping()
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_a_wait_that_may_last_for_ever_ends_with_a_signal(monkeypatch):
@@ -95,15 +93,16 @@ def test_a_profile_is_asked_for_once():
 
 def test_handlers_are_those_of_before_and_threads_have_none():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-    handlers = lambda: [signal.getsignal(number) for number in numbers]
-    before = handlers()
-    with stop_signals() as stopping:
-        assert handlers() == 5 * [stopping.handle]
-    assert handlers() == before
 
-    def elsewhere():
+    def handlers():
+        return [signal.getsignal(number) for number in numbers]
+
+    def during():
         with stop_signals():
             return handlers()
 
+    before, within = handlers(), during()
+    assert handlers() == before
+    assert not set(before) & set(within)
     with futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(elsewhere).result() == before
+        assert pool.submit(during).result() == before

@@ -22,6 +22,7 @@ import pathlib
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -107,12 +108,20 @@ def last_logged(workdir: pathlib.Path) -> int:
     return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
 
 
-def ended(runs: Sequence[Run]) -> list[int]:
+def start(
+    folder: pathlib.Path, *arguments: str, settings: Sequence[str] = SMALL, **options: Any
+) -> Run:
+    """Starts a run of one process in folder/run; the options are those of `Run`."""
+    given = [*settings, f"--workdir={folder / 'run'}", *arguments]
+    return Run(given, folder / "log.txt", **options)
+
+
+def ended(runs: Sequence[Run], seconds: float = BOUND) -> list[int]:
     """The exit statuses; raises AssertionError if a process goes on."""
-    deadline = time.monotonic() + BOUND
+    deadline = time.monotonic() + seconds
     try:
         statuses = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
-        expect(None not in statuses, f"exit statuses {statuses} after {BOUND} s: {said(runs)}")
+        expect(None not in statuses, f"exit statuses {statuses} after {seconds} s: {said(runs)}")
         return statuses
     finally:
         for run in runs:
@@ -124,10 +133,22 @@ def said(runs: Sequence[Run]) -> str:
     return "".join(f"\nprocess {number}: {run.said()[-2000:]}" for number, run in enumerate(runs))
 
 
+def expect_end(runs: Sequence[Run], status: int = 0, seconds: float = BOUND) -> None:
+    """All processes must end in time, with a status."""
+    statuses = ended(runs, seconds)
+    expect(statuses == [status] * len(runs), f"exit statuses {statuses}: {said(runs)}")
+
+
+def expect_saved(folder: pathlib.Path, runs: Sequence[Run]) -> None:
+    """All must end within a minute with status 0, the last logged step of folder/run on disk."""
+    expect_end(runs, seconds=60)
+    logged, saved = last_logged(folder / "run"), durable(folder / "run")
+    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk: {said(runs)}")
+
+
 def refused(runs: Sequence[Run], *words: str, status: int = 2) -> None:
     """All processes must end with a status, and with one sentence that has these words."""
-    statuses = ended(runs)
-    expect(statuses == [status] * len(runs), f"exit statuses {statuses}: {said(runs)}")
+    expect_end(runs, status)
     for run in runs:
         last = run.said().strip().splitlines()[-1]
         expect(last.startswith("rope_jax: "), f"no sentence: {said(runs)}")

@@ -7,13 +7,22 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
 
 from rope_jax.training import integrity
-from tests.faults.attacks import ENDLESS, SMALL, attack, durable, ended, expect, refused, said
+from tests.faults.attacks import (
+    ENDLESS,
+    SMALL,
+    attack,
+    durable,
+    expect,
+    expect_end,
+    refused,
+    said,
+    start,
+)
 from tests.faults.processes import Run
 
 ONE_EPOCH = [*SMALL, "--config.epochs=1.0"]
@@ -21,16 +30,10 @@ STEPS = 12
 IMAGES = ["--config.batch_size=4", "--config.data.image_size=8", "--config.data.augment=none"]
 
 
-def start(folder: pathlib.Path, *arguments: str, prepare: Callable | None = None) -> Run:
-    """Starts a run in folder/run."""
-    given = [*ONE_EPOCH, f"--workdir={folder / 'run'}", *arguments]
-    return Run(given, folder / "log.txt", prepare=prepare)
-
-
 def completed(folder: pathlib.Path, *arguments: str) -> Run:
     """A run in folder/run that must be complete."""
-    run = start(folder, *arguments)
-    expect(ended([run]) == [0], f"exit status {run.returncode}: {said([run])}")
+    run = start(folder, *arguments, settings=ONE_EPOCH)
+    expect_end([run])
     return run
 
 
@@ -73,7 +76,7 @@ def gone_workdir(folder: pathlib.Path, number: int, rng: np.random.Generator) ->
     elif number % 3 == 2:
         workdir.mkdir()
     # What orbax logs of a save that was under way stands before the sentence.
-    expect(ended([run]) == [1], f"exit status {run.returncode}: {said([run])}")
+    expect_end([run], status=1)
     sentence = run.said().strip().splitlines()[-1]
     expect(sentence.startswith(f"rope_jax: {workdir} was deleted or moved"), said([run]))
     files = [str(path) for path in workdir.rglob("*") if path.is_file()]
@@ -97,13 +100,10 @@ def _unreadable() -> None:
 @attack("reads that fail while a checkpoint is verified", tries=2)
 def failed_reads(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
     completed(folder)
-    refused(
-        [start(folder, prepare=_unreadable)],
-        "cannot be read",
-        "it may be intact and was not renamed",
-    )
-    names = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    expect(names == sorted(["8", str(STEPS)]), f"there are {names}")
+    run = start(folder, settings=ONE_EPOCH, prepare=_unreadable)
+    refused([run], "cannot be read", "it may be intact and was not renamed")
+    names = set(os.listdir(folder / "run" / "checkpoints"))
+    expect(names == {"8", str(STEPS)}, f"there are {names}")
     completed(folder)
 
 
@@ -136,5 +136,5 @@ def bad_image(folder: pathlib.Path, number: int, rng: np.random.Generator) -> No
     makes[number % len(makes)](path)
     source = [*IMAGES, "--config.data.source=folder", f"--config.data.path={images}"]
     words = (path.name, "cannot be used", "rope_jax.data.verify", "data.bad_images=skip")
-    refused([start(folder, *source)], *words, status=1)
+    refused([start(folder, *source, settings=ONE_EPOCH)], *words, status=1)
     completed(folder, *source, "--config.data.bad_images=skip")

@@ -12,13 +12,13 @@ import numpy as np
 import rope_jax
 from tests import devices as cpu
 from tests.faults.attacks import (
-    BOUND,
     ENDLESS,
     SMALL,
     attack,
     durable,
     ended,
     expect,
+    expect_end,
     last_logged,
     refused,
     said,
@@ -58,6 +58,12 @@ def start(
     return runs
 
 
+def refused_for_second(runs: Sequence[Run], words: str) -> None:
+    """All processes must end with these words, and the first one name the second."""
+    refused(runs, words)
+    expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
+
+
 DIFFERENCES = [
     (["--config.epochs=2.0"], "--config.epochs is 2.0, not 3.0"),
     (["--config.optim.learning_rate=0.5"], "--config.optim.learning_rate is 0.5"),
@@ -73,9 +79,7 @@ DIFFERENCES = [
 @attack("one of two processes has another setting", tries=len(DIFFERENCES))
 def other_setting(folder, number, rng):
     arguments, words = DIFFERENCES[number % len(DIFFERENCES)]
-    runs = start(folder, [[], arguments])
-    refused(runs, words)
-    expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
+    refused_for_second(start(folder, [[], arguments]), words)
 
 
 @attack("one of two processes has another workdir", tries=2)
@@ -88,19 +92,23 @@ def _in_own_folder() -> None:
     os.chdir(os.environ["TEST_FOLDER"])
 
 
+def start_apart(folder, arguments: Sequence[str]) -> list[Run]:
+    """Starts two processes of a run in folder/0 and folder/1."""
+    folders = [{"TEST_FOLDER": str(folder / process)} for process in "01"]
+    return start(folder, [arguments] * 2, environments=folders, prepare=_in_own_folder)
+
+
 @attack("one of two processes has other images", tries=2)
 def other_images(folder, number, rng):
-    for process in range(2):
-        (folder / str(process)).mkdir()
+    labels = np.arange(240) % 4
+    for process in "01":
+        (folder / process).mkdir()
         pixels = rng.integers(0, 256, (240, 8, 8, 3), dtype=np.uint8)
-        labels = np.arange(240) % 4
         arrays = {"train_images": pixels, "train_labels": labels}
         arrays |= {"test_images": pixels[:20], "test_labels": labels[:20]}
-        np.savez(folder / str(process) / "images.npz", **arrays)
+        np.savez(folder / process / "images.npz", **arrays)
     images = ["--config.data.source=npz", "--config.data.path=images.npz"]
-    folders = [{"TEST_FOLDER": str(folder / str(process))} for process in range(2)]
-    runs = start(folder, [images, images], environments=folders, prepare=_in_own_folder)
-    refused(runs, "in process 1 the images of the train split is")
+    refused(start_apart(folder, images), "in process 1 the images of the train split is")
 
 
 OWN_FILES = [  # of the second process, arguments of both, what both say
@@ -121,10 +129,7 @@ def other_files(folder, number, rng):
             path.write_text(text)
     model = rope_jax.create_model("vit_digits", position="rope_mixed", depth=1, width=16, heads=1)
     rope_jax.save_pretrained(model, folder / "0" / "w.safetensors")
-    folders = [{"TEST_FOLDER": str(folder / str(process))} for process in range(2)]
-    runs = start(folder, [arguments] * 2, environments=folders, prepare=_in_own_folder)
-    refused(runs, words)
-    expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
+    refused_for_second(start_apart(folder, arguments), words)
 
 
 @attack("one of two processes has another number of devices")
@@ -140,10 +145,8 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 def signal_to_one(folder, number, rng):
     runs = start(folder, [[ENDLESS, "--config.checkpoint_every=100000"]] * 2)
     runs[0].wait_for(f"\nstep {rng.integers(1, 30):5d}/")
-    sent = SIGNALS[number % len(SIGNALS)]
-    runs[rng.integers(2)].send(sent)
-    statuses = ended(runs)
-    expect(statuses == [0, 0], f"{sent}: exit statuses {statuses}: {said(runs)}")
+    runs[rng.integers(2)].send(SIGNALS[number % len(SIGNALS)])
+    expect_end(runs)
     logged = last_logged(folder / "run")
     expect(durable(folder / "run") == logged, f"step {logged} was not saved: {said(runs)}")
 
@@ -156,12 +159,10 @@ def death_of_one(folder, number, rng):
     victim = number % 2
     runs[victim].kill()
     begun, survivor = time.monotonic(), runs[1 - victim]
-    status = survivor.wait(BOUND)
-    seconds = time.monotonic() - begun
-    ended(runs)
-    expect(status not in (0, None), f"exit status {status}: {said(runs)}")
+    statuses = ended(runs)
+    seconds, told = time.monotonic() - begun, survivor.said()
+    expect(0 not in statuses, f"exit statuses {statuses}: {said(runs)}")
     expect(seconds < 30, f"{seconds} s until the other process ended")
-    told = survivor.said()
     expect("learning_rate" not in told, f"the death is told as divergence: {told[-2000:]}")
     expect("another process" in told or "another task died" in told, told[-2000:])
     expect(durable(folder / "run") >= 8, "step 8 was reported as saved")
@@ -211,9 +212,8 @@ def unwritten_part(folder, number, rng):
     given = [[*DIVIDED, TWELVE_STEPS]] * 2
     runs = start(folder, given, environments=variables, prepare=_over_quota)
     begun = runs[0].wait_for("\nstep 12/")
-    statuses = ended(runs)
+    expect_end(runs, status=1)
     seconds = time.monotonic() - begun
-    expect(statuses == [1, 1], f"exit statuses {statuses}: {said(runs)}")
     for run in runs:  # what orbax and tensorstore print of it may stand before and after
         told = "\nrope_jax: step 12 could not be saved in "
         expect(told in run.said() and "File too large" in run.said(), said(runs))

@@ -8,8 +8,7 @@ import signal
 import termios
 import time
 
-from tests.faults.attacks import ENDLESS, SMALL, attack, durable, expect, last_logged
-from tests.faults.processes import Run
+from tests.faults.attacks import ENDLESS, attack, durable, expect, expect_end, expect_saved, start
 
 
 def _on_terminal() -> None:
@@ -37,8 +36,8 @@ def closed_terminal(folder, number, rng):
     """The kernel and the shell send SIGHUP, and every print fails."""
     ours, theirs = pty.openpty()
     variables = {"TEST_TERMINAL": os.ttyname(theirs)}
-    given = [*SMALL, ENDLESS, "--config.checkpoint_every=100000", f"--workdir={folder / 'run'}"]
-    run = Run(given, folder / "log", environment=variables, prepare=_on_terminal)
+    given = [ENDLESS, "--config.checkpoint_every=100000"]
+    run = start(folder, *given, environment=variables, prepare=_on_terminal)
     try:
         read_until(ours, b"\nstep %5d/" % rng.integers(2, 30))
         os.close(theirs)
@@ -48,11 +47,7 @@ def closed_terminal(folder, number, rng):
         time.sleep(rng.uniform(0, 0.5))
         if run.returncode is None:
             run.send(signal.SIGHUP)  # the shell's
-    status = run.wait(60)
-    run.kill()
-    expect(status == 0, f"exit status {status}: {run.said()[-2000:]}")
-    logged, saved = last_logged(folder / "run"), durable(folder / "run")
-    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk")
+    expect_saved(folder, [run])
 
 
 def _into_pipe() -> None:
@@ -66,15 +61,12 @@ def _into_pipe() -> None:
 def closed_pipe(folder, number, rng):
     os.mkfifo(folder / "pipe")
     variables = {"TEST_PIPE": str(folder / "pipe")}
-    given = [*SMALL, f"--workdir={folder / 'run'}"]
-    run = Run(given, folder / "log", environment=variables, prepare=_into_pipe)
+    run = start(folder, environment=variables, prepare=_into_pipe)
     pipe = os.open(folder / "pipe", os.O_RDONLY)
     try:
         read_until(pipe, [b"parameter", b"\nstep  3/", b"saved step"][number % 3])
     finally:
         os.close(pipe)
-    status = run.wait(120)
-    run.kill()
-    expect(status == 0, f"exit status {status}: {run.said()[-2000:]}")
+    expect_end([run])
     expect(durable(folder / "run") == 36, "the run did not go on to its end")
     expect((folder / "run" / "results.json").exists(), "the run was not evaluated")

@@ -18,12 +18,12 @@ from tests.faults.attacks import (
     durable,
     ended,
     expect,
-    last_logged,
+    expect_saved,
     said,
+    several,
+    start,
 )
 from tests.faults.attacks.files import write_images
-from tests.faults.attacks.several import start
-from tests.faults.processes import Run
 
 SETTINGS = [
     *(
@@ -47,21 +47,9 @@ def images(folder: pathlib.Path, rng: np.random.Generator) -> str:
     return f"--config.data.path={folder / 'images'}"
 
 
-def expect_saved(folder: pathlib.Path, run: Run, seconds: float) -> None:
-    """The run must end in time with status 0 and its last logged step on the disk."""
-    begun = time.monotonic()
-    status = run.wait(seconds)
-    took = time.monotonic() - begun
-    run.kill()
-    expect(status == 0, f"exit status {status} after {took:.1f} s: {run.said()[-2000:]}")
-    logged, saved = last_logged(folder / "run"), durable(folder / "run")
-    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk: {run.said()}")
-
-
 @attack("data workers that are stopped (SIGSTOP), then SIGTERM", tries=3)
 def stopped_workers(folder, number, rng):
-    given = [*SETTINGS, images(folder, rng), "--config.data.workers=2"]
-    run = Run([*given, f"--workdir={folder / 'run'}"], folder / "log")
+    run = start(folder, images(folder, rng), "--config.data.workers=2", settings=SETTINGS)
     run.wait_for("\nstep ")
     children = psutil.Process(run.pid).children()
     workers = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
@@ -72,7 +60,7 @@ def stopped_workers(folder, number, rng):
             worker.suspend()
         time.sleep(rng.uniform(2, 4))
         run.send(signal.SIGTERM)
-        expect_saved(folder, run, 60)
+        expect_saved(folder, [run])
         expect(not any(worker.is_running() for worker in workers), "a worker is left")
     finally:
         for worker in workers:
@@ -101,15 +89,15 @@ def _stalled_reads() -> None:
 
 @attack("a file system that stops answering, then SIGTERM", tries=3)
 def stalled_file_system(folder, number, rng):
-    given = [*SETTINGS, IN_PROCESS, images(folder, rng), f"--workdir={folder / 'run'}"]
+    settings = [*SETTINGS, IN_PROCESS, images(folder, rng)]
     reads = {"TEST_READS": str(rng.integers(100, 1000))}
-    run = Run(given, folder / "log", environment=reads, prepare=_stalled_reads)
+    run = start(folder, settings=settings, environment=reads, prepare=_stalled_reads)
     run.wait_for("\nstep ")
     run.wait_for(STALLED)
     time.sleep(rng.uniform(0, 5))
     expect(run.returncode is None, run.said()[-3000:])
     run.send(signal.SIGTERM)
-    expect_saved(folder, run, 60)
+    expect_saved(folder, [run])
 
 
 @attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2, slow=True)
@@ -118,7 +106,9 @@ def stalled_process(folder, number, rng):
     settings += ["--distributed", "--heartbeat=10"]
     reads = {"TEST_READS": str(rng.integers(100, 400))}
     both, environments = [[], []], [{}, reads]
-    runs = start(folder, both, settings=settings, environments=environments, prepare=_stalled_reads)
+    runs = several.start(
+        folder, both, settings=settings, environments=environments, prepare=_stalled_reads
+    )
     runs[0].wait_for("\nsaved step 4:")
     runs[1].wait_for(STALLED)
     time.sleep(5)  # the batches that were read before are used
