@@ -90,6 +90,17 @@ def convolve(image, layer, stride, padding=0):
     return out if getattr(layer, "bias", None) is None else out + value(layer.bias)
 
 
+def bilinear(image, x, y):
+    """A map [H, W, ...] at a place in [0, 1], between the centres of four pixels; 0 outside."""
+    height, width = image.shape[:2]
+    x, y, total = x * width - 0.5, y * height - 0.5, 0.0
+    for row in (math.floor(y), math.floor(y) + 1):
+        for column in (math.floor(x), math.floor(x) + 1):
+            if 0 <= row < height and 0 <= column < width:
+                total += (1 - abs(x - column)) * (1 - abs(y - row)) * image[row, column]
+    return total
+
+
 def turn(x, theta, interleaved=False):
     """Rotates pairs of channels: x [L, D], theta [L, R]."""
     pairs, out = theta.shape[1], x.copy()

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,15 +12,17 @@ import rope_jax
 SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "kernel_size": 3}
 
 
-def small_model(name, position=None, *, dtype=jnp.float32, **changes):
-    """A small model for 3 x 5 patches and 5 classes.
-
-    Its weights have the size of trained ones, and are the same in any dtype.
-    """
+def filled_model(name, position=None, *, num_classes=5, **options):
+    """A model whose weights have the size of trained ones, and are the same in any dtype."""
     make = lambda: rope_jax.create_model(
-        name, position=position, num_classes=5, image_size=(6, 10), dtype=dtype, **SMALL | changes
+        name, position=position, num_classes=num_classes, **options
     )
     return filled(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
+
+
+def small_model(name, position=None, **changes):
+    """A small model for 3 x 5 patches and 5 classes."""
+    return filled_model(name, position, **SMALL | {"image_size": (6, 10)} | changes)
 
 
 def filled(model):
@@ -48,6 +49,13 @@ def run(model, images, train=False, key=None):
     """Logits of a model and its batch statistics after that, compiled once for equal models."""
     logits, statistics = _run(*nnx.split(model), images, train, key)
     return np.asarray(logits), statistics
+
+
+def compiled(model, read):
+    """read(model, images, key), compiled."""
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, images, key: read(nnx.merge(graph, state), images, key))
+    return lambda images, key=None: run(state, images, key)
 
 
 def check_gradients(gradients, silent=lambda path: False):

@@ -8,7 +8,7 @@ import pytest
 import rope_jax
 from rope_jax.weights import export_state_dict
 from rope_jax.weights.convert import name_table
-from tests.parity.official import tensor
+from tests.parity.official import assert_equal, tensor
 
 
 def small(*, size=(6, 10), **options):
@@ -72,10 +72,7 @@ def test_one_tensor_holds_the_offsets_of_the_map_and_those_of_the_class_token():
     # Query minus key in the file: its first row is of the query in the top left corner, (-2, -4)
     # from the key in the bottom right one. The model counts key minus query.
     np.testing.assert_array_equal(model.position.offsets[...][1, :, -1, -1], weights[TABLE][0])
-    exported = export_state_dict(model, source="timm")
-    assert exported.keys() == weights.keys()
-    for key, array in weights.items():
-        np.testing.assert_array_equal(exported[key], array, err_msg=key, strict=True)
+    assert_equal(export_state_dict(model, source="timm"), weights)
 
 
 def test_tables_of_another_size_are_resized_and_the_class_tokens_entries_are_not():

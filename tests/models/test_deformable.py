@@ -1,5 +1,3 @@
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +6,10 @@ from flax import nnx
 
 from rope_jax.models.deformable import DeformableAttention, corners_of, gather_sum
 from rope_jax.models.layers import dtypes_of
+from tests.models.definition import bilinear
 
 SIZES = [(3, 5), (2, 2)]
 TOKENS = sum(h * w for h, w in SIZES)
-
-
-def sample(values, location, size):
-    """The bilinear value at a location (x, y) of one map [H, W, D]; zero outside of it."""
-    (height, width), (x, y) = size, location
-    x, y, found = x * width - 0.5, y * height - 0.5, 0.0
-    for row in (math.floor(y), math.floor(y) + 1):
-        for column in (math.floor(x), math.floor(x) + 1):
-            if 0 <= row < height and 0 <= column < width:
-                found = found + (1 - abs(y - row)) * (1 - abs(x - column)) * values[row, column]
-    return found
 
 
 def test_points_are_read_as_by_the_definition_inside_and_outside_of_the_maps():
@@ -37,7 +25,7 @@ def test_points_are_read_as_by_the_definition_inside_and_outside_of_the_maps():
         for level, (h, w) in enumerate(SIZES):
             plane = values[b, starts[level] : starts[level + 1], n].reshape(h, w, 4)
             for p in range(3):
-                one = sample(plane, locations[b, q, n, level, p], (h, w))
+                one = bilinear(plane, *locations[b, q, n, level, p])
                 wanted = wanted + weights[b, q, n, level, p] * one
         np.testing.assert_allclose(found[b, q, n], wanted, atol=1e-5)
 

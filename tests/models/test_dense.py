@@ -13,6 +13,9 @@ from rope_jax.models.heads import HEADS
 from rope_jax.models.registry import find_model
 from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.own import OWN
+from tests.models.heads import test_dino, test_mask2former
+from tests.models.small import filled_model, some_slow
+from tests.parity.official import assert_equal
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
 CLASSES = {"num_classes": 3}
@@ -40,14 +43,6 @@ def shallow(name):
     return {"depth": min(options.depth, 4)}
 
 
-def filled(name, **settings):
-    """A model with weights from 0 to 1, which need no program."""
-    model, rng = abstract(name, **settings), np.random.default_rng(0)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), nnx.state(model))
-    nnx.update(model, values)
-    return model
-
-
 def logits_of(model, *size):
     graph, state = nnx.split(model)
     images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
@@ -66,11 +61,16 @@ def classifier():
     return rope_jax.create_model("deit_ti16", seed=1, num_classes=5, **TINY)
 
 
-@pytest.mark.slow
+SERVED = [
+    (name, head)
+    for name in rope_jax.list_models()
+    for head in ("linear", "segmenter", "upernet", "mask2former(pixel_depth=1,depth=3)")
+]
+
+
 @pytest.mark.parametrize(
-    "head", ["linear", "segmenter", "upernet", "mask2former(pixel_depth=1,depth=3)"]
+    ("name", "head"), some_slow(SERVED, [pair for pair in SERVED if pair[0] == "deit_ti16"])
 )
-@pytest.mark.parametrize("name", rope_jax.list_models())
 def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(name, head):
     size = 56 if "14" in name else 64
     settings = {"head": head, "num_classes": 2, "image_size": size, **shallow(name)}
@@ -95,6 +95,12 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
     ("name", "settings", "message"),
     [
         ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; did you mean 'upernet'"),
+        ("deit_ti16", {"head": "upernet(wide=3)"}, "head 'upernet' has no option 'wide'"),
+        ("deit_ti16", {"head": "upernet(dropout=1.5)"}, "dropout must be .*, not 1.5"),
+        ("deit_ti16", {"head": "segmenter(head_dim=7)"}, "head_dim=7"),
+        ("deit_ti16", {"head": "dino(width=40)"}, "width=40, .* by groups=32"),
+        ("deit_ti16", {"head": "dino(width=32,heads=3)"}, "not divisible by heads=3"),
+        ("deit_ti16", {"head": "dino(width=6,groups=2,heads=2)"}, "sines"),
         ("vit_adapter_ti16", {"head": "linear"}, "one map, not the four of vit_adapter_ti16: use"),
         (
             "deit_ti16",
@@ -173,7 +179,7 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
 
 def test_a_model_with_another_head_starts_from_the_backbone(dense, tmp_path, capsys):
     rope_jax.save_pretrained(dense, tmp_path)
-    other = filled("deit_ti16", head="dino(width=32)", num_classes=3, **TINY)
+    other = filled_model("deit_ti16", head="dino(width=32)", num_classes=3, **TINY)
     head = export_state_dict(other.head, source=OWN)
     load_pretrained(other, tmp_path)
     of_backbone = export_state_dict(dense.backbone, source=OWN)
@@ -198,14 +204,14 @@ def test_names_of_another_library_are_those_of_one_head(dense, tmp_path):
 
 def test_stages_with_a_head_of_one_map_are_created_again_from_their_file(tmp_path):
     tiny = {"width": 4, "depths": (1, 1), "heads": (1, 1), "window_size": 2, "image_size": 16}
-    model = filled("swin_t", head="linear", num_classes=2, **tiny)
+    model = filled_model("swin_t", head="linear", num_classes=2, **tiny)
     rope_jax.save_pretrained(model, tmp_path)
     assert model.blocks == (1,) == abstract(tmp_path).blocks
 
 
 def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
     head = "upernet(width=4,auxiliary_width=0,neck=none)"
-    model = filled("deit_ti16", **DENSE | {"head": head, "last_norm": True})
+    model = filled_model("deit_ti16", **DENSE | {"head": head, "last_norm": True})
     rope_jax.save_pretrained(model, tmp_path)
     again = rope_jax.create_model(tmp_path)
     assert (again.neck, again.map_norm, again.options.last_norm) == (None, None, True)
@@ -218,7 +224,7 @@ def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
 def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
     """Files of mmsegmentation's ViT have none by default."""
     settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
-    model, other = (make("deit_ti16", **settings) for make in (filled, abstract))
+    model, other = (make("deit_ti16", **settings) for make in (filled_model, abstract))
     weights = export_state_dict(model, source="mmseg")
     assert weights.pop("backbone.patch_embed.projection.bias").any()
     np.savez(tmp_path / "vit.npz", **weights)
@@ -283,7 +289,7 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
 
 
 def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
-    rope_jax.save_pretrained(filled("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
+    rope_jax.save_pretrained(filled_model("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
     load_pretrained(abstract("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
     assert not capsys.readouterr().out
     windows = {"attention": "window", "window_size": 2, "window_padding": "qkv"}
@@ -312,21 +318,82 @@ def test_a_model_without_classes_is_no_backbone_of_another(
         load_pretrained(model, tmp_path / "weights.npz")
 
 
-@pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])
-def test_files_of_vit_adapter_with_upernet(source):
-    """Backbone and heads are named as in its checkpoints, counts of batches among them."""
-    model, other = (make("vit_adapter_ti16", **ADAPTER) for make in (filled, abstract))
-    exported = export_state_dict(model, source=source)
-    for name in ("backbone.spm.conv2.0.weight", "backbone.norm4.running_var", "backbone.pos_embed"):
-        assert name in exported
-    assert exported["decode_head.conv_seg.weight"].shape == (3, 4, 1, 1)
-    assert exported["auxiliary_head.convs.0.conv.weight"].shape == (4, 8, 3, 3)
-    count = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
-    rope_jax.convert_state_dict(other, exported | count, source=source)
+INDEX = np.zeros((49, 49), np.int64)
+SWIN_DINO = test_dino.SWIN | {"head": test_dino.HEAD, "num_classes": 3}
+SWIN_MASKS = test_mask2former.SWIN | {"head": test_mask2former.SMALL, "window_padding": "tokens"}
+DETREX = {
+    "transformer.decoder.class_embed.2.bias": (3,),
+    "transformer.decoder.layers.0.attentions.0.attn.in_proj_weight": (48, 16),
+    "label_enc.weight": (3, 16),
+}
+# Official files have these twice.
+TWICE = {f"class_embed.{layer}.weight": np.zeros((3, 16), np.float32) for layer in range(3)}
+ADAPTED = {
+    "backbone.spm.conv2.0.weight": (8, 4, 3, 3),
+    "backbone.norm4.running_var": (8,),
+    "backbone.pos_embed": (1, 17, 8),
+    "decode_head.conv_seg.weight": (3, 4, 1, 1),
+    "auxiliary_head.convs.0.conv.weight": (4, 8, 3, 3),
+}
+COUNTED = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "source", "shapes", "more"),
+    [
+        ("vit_adapter_ti16", ADAPTER, "vit_adapter", ADAPTED, COUNTED),
+        pytest.param(
+            "vit_adapter_ti16", ADAPTER, "mmseg", ADAPTED, COUNTED, marks=pytest.mark.slow
+        ),
+        (
+            "deit_ti16",
+            test_dino.VIT | {"head": test_dino.HEAD, "num_classes": 3},
+            "detrex",
+            DETREX
+            | {
+                "backbone.net.blocks.0.attn.qkv.weight": (48, 16),
+                "backbone.simfp_3.0.weight": (16, 8, 2, 2),
+            },
+            TWICE,
+        ),
+        (
+            "swin_t",
+            SWIN_DINO,
+            "detrex",
+            DETREX
+            | {
+                "backbone.layers.1.blocks.0.attn.qkv.weight": (48, 16),
+                "backbone.norm3.weight": (64,),
+                "neck.extra_convs.0.conv.weight": (16, 64, 3, 3),
+            },
+            TWICE,
+        ),
+        (
+            "swin_t",
+            SWIN_MASKS | CLASSES,
+            "mask2former",
+            {
+                "backbone.patch_embed.proj.weight": (8, 3, 4, 4),
+                "backbone.layers.1.blocks.0.attn.relative_position_bias_table": (169, 1),
+                "backbone.layers.0.downsample.reduction.weight": (16, 32),
+                "backbone.norm3.weight": (64,),
+                "sem_seg_head.pixel_decoder.adapter_1.weight": (16, 8, 1, 1),
+                "sem_seg_head.pixel_decoder.layer_1.weight": (16, 16, 3, 3),
+                "sem_seg_head.predictor.query_feat.weight": (6, 16),
+                "sem_seg_head.predictor.transformer_ffn_layers.2.linear1.weight": (32, 16),
+                "sem_seg_head.predictor.class_embed.weight": (4, 16),
+            },
+            {
+                "criterion.empty_weight": np.ones(4, np.float32),
+                "backbone.layers.0.blocks.0.attn.relative_position_index": INDEX,
+            },
+        ),
+    ],
+)
+def test_official_names_of_models_with_heads(name, settings, source, shapes, more):
+    """Backbone and head are named as in published checkpoints, which hold more than parameters."""
+    model, other = (make(name, **settings) for make in (filled_model, abstract))
+    weights = export_state_dict(model, source=source)
+    assert {key: weights[key].shape for key in shapes} == shapes
+    rope_jax.convert_state_dict(other, weights | more, source=source)
     assert_equal(export_state_dict(other, source=OWN), export_state_dict(model, source=OWN))
-
-
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
-        np.testing.assert_array_equal(value, wanted[name], err_msg=name)

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from tests.models.small import check_gradients, filled, pictures, run, some_slow
+from rope_jax.training.optim import decay_mask
+from tests.models.small import check_gradients, compiled, filled_model, pictures, run, some_slow
 
 SMALL = {"width": 24, "heads": 3, "depth": 3, "mlp_ratio": 2.0, "drop_path": 0.4}
 PATCH = SMALL | {"patch_size": 4}
@@ -31,17 +32,7 @@ SIZE = (16, 24)
 
 
 def small(name, **changes):
-    make = lambda: rope_jax.create_model(
-        name, num_classes=5, image_size=SIZE, **FAMILIES[name][0] | changes
-    )
-    return filled(nnx.eval_shape(make))
-
-
-def compiled(model, read):
-    """read(model, images, key), compiled."""
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, images, key: read(nnx.merge(graph, state), images, key))
-    return lambda images, key=None: run(state, images, key)
+    return filled_model(name, **{"image_size": SIZE} | FAMILIES[name][0] | changes)
 
 
 @pytest.mark.parametrize("name", some_slow(FAMILIES, ["beit_b16", "ceit_t", "swin_t"]))
@@ -270,3 +261,93 @@ def test_a_model_without_a_last_norm():
     np.testing.assert_array_equal(usual[0], raw[0])
     with pytest.raises(ValueError, match="created with last_norm=False"):
         bare.features(images, norm=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "grid"),
+    [
+        ("cct_7_3x1", (32, 32), (16, 16)),
+        ("cct_7_3x1", (33, 1), (17, 1)),
+        ("cct_2_3x2", (32, 34), (8, 9)),
+        ("cct_14_7x2", (224, 225), (14, 15)),
+        ("cvt_7_4", (32, 36), (8, 9)),
+        ("t2t_vit_7", (224, 224), (14, 14)),
+        ("t2t_vit_7", (3, 6), (1, 1)),
+        ("t2t_vit_7", (50, 37), (3, 3)),
+        ("t2t_vit_7", (225, 227), (14, 15)),
+    ],
+)
+def test_grids_are_the_maps_that_come_out_of_the_stem(name, size, grid):
+    model = nnx.eval_shape(lambda: rope_jax.create_model(name, depth=1, image_size=size))
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((2, *size, 3), jnp.float32)
+    (maps,) = jax.eval_shape(lambda s, x: nnx.merge(graph, s).features(x), state, images)
+    assert model.grids(size) == [grid]
+    assert maps.shape == (2, *grid, model.options.width)
+
+
+# Parameters at the start of training
+
+
+# Parameters that are decayed, and that are not, where that does not follow from their name.
+DECAYED = {
+    "vit_lite_7_4": ([], ["class_token"]),
+    "ceit_t": (["layer_embedding"], ["class_token", "patch_embed.bn.scale"]),
+    "t2t_vit_7": (
+        ["patch_embed.attention1.kqv.kernel"],
+        ["class_token", "patch_embed.attention1.kqv.bias"],
+    ),
+    "dinov2_s14_reg": ([], ["class_token", "registers"]),
+    "dinov3_s16": ([], ["class_token", "registers", "blocks.0.attn.qv_bias"]),
+}
+
+
+@pytest.mark.parametrize("name", DECAYED)
+def test_weights_are_decayed_as_in_the_official_code(name):
+    model = nnx.eval_shape(lambda: rope_jax.create_model(name, depth=1))
+    leaves = jax.tree.leaves_with_path(decay_mask(nnx.state(model, nnx.Param)))
+    mask = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    decayed, spared = DECAYED[name]
+    assert all(mask[path] for path in decayed)
+    assert not any(mask[path] for path in spared)
+
+
+# Layers that start as torch's, and the number of their inputs.
+UNIFORM = [
+    (
+        "cat_5",
+        {"depth": 1, "width": 240, "heads": 3, "patch_size": 2, "image_size": 8},
+        {"blocks.0.attn.qkv": 240, "head": 240, "patch_embed.proj": 12},
+    ),
+    (
+        "ceit_t",
+        {"depth": 1, "image_size": 32},
+        {
+            "patch_embed.conv": 147,
+            "patch_embed.proj": 16 * 64,
+            "blocks.0.leff.conv1": 192,
+            "blocks.0.leff.conv2": 9,
+            "blocks.0.leff.conv3": 768,
+        },
+    ),
+    (
+        "nat_mini",
+        {"depths": (1, 1), "heads": (2, 4), "dilations": (1, 1), "image_size": 16},
+        {
+            "patch_embed.proj.0": 27,
+            "patch_embed.proj.1": 9 * 32,
+            "stages.0.downsample.reduction": 9 * 64,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "layers"), UNIFORM)
+def test_layers_of_official_codes_in_torch_start_as_there(name, options, layers):
+    """Uniform within one over the root of the number of inputs."""
+    model = rope_jax.create_model(name, num_classes=100, **options)
+    params = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model))}
+    for layer, inputs in layers.items():
+        for part, least in (("kernel", 0.99), ("bias", 0.9)):
+            largest = np.abs(params.get(f"{layer}.{part}", inputs**-0.5)).max()
+            assert least * inputs**-0.5 < largest <= inputs**-0.5, layer

@@ -92,29 +92,32 @@ WITHOUT_HEAD = {
 }
 
 
-def params_of(name, position=None, **options):
-    make = lambda: rope_jax.create_model(name, position=position, **options)
-    return nnx.state(nnx.eval_shape(make), nnx.Param)
-
-
+# The demo, by hand.
+_BLOCK = 2 * 2 * 96 + (96 * 288 + 288) + (96 * 96 + 96) + (96 * 192 + 192) + (192 * 96 + 96)
+DIGITS = (2 * 2 * 3 * 96 + 96) + 2 * 96 + 4 * _BLOCK + 2 * 96 + (96 * 10 + 10)
 MORE = [(name, {}, count) for name, count in OTHERS.items()]
 MORE += [("cct_7_3x1", {"num_classes": 100}, 3_783_269)]
 MORE += [(name, {"num_classes": 0}, count) for name, count in WITHOUT_HEAD.items()]
+# The number of heads does not change that of parameters.
+OWN = [("vit_s16_h6", {}, GOLDEN["vitrpb_small"]["none"]), ("vit_digits", {}, DIGITS)]
+WITH_SCHEME, WITH_STAGES = (
+    [(name, {"position": position}, count) for name, position, count in cases]
+    for cases in (CASES, STAGES)
+)
+QUICK = MORE[::4] + OWN + WITH_SCHEME[::7] + WITH_STAGES[::18]
 
 
-@pytest.mark.parametrize(("name", "options", "count"), some_slow(MORE, MORE[::4]))
-def test_other_families_have_as_many_as_in_their_code(name, options, count):
-    leaves = jax.tree.leaves(params_of(name, **options))
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == count
+def count_parameters(make):
+    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "count"), some_slow(CASES + STAGES, CASES[::7] + STAGES[::18])
+    ("name", "options", "count"), some_slow(MORE + OWN + WITH_SCHEME + WITH_STAGES, QUICK)
 )
-def test_parameters_are_as_many_as_in_the_official_code(name, position, count):
-    leaves = jax.tree.leaves(params_of(name, position))
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == count
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
+def test_parameters_are_as_many_as_in_the_official_code(name, options, count):
+    assert count_parameters(lambda: rope_jax.create_model(name, **options)) == count
 
 
 def test_every_golden_count_is_used():
@@ -124,15 +127,6 @@ def test_every_golden_count_is_used():
         for count in (value.values() if isinstance(value, dict) else [value])
     }
     assert counts == {count for _, _, count in CASES}
-
-
-@pytest.mark.parametrize("name", ["vit_s16_h6", "vit_digits"])
-def test_models_of_the_project_hold_no_position_parameters(name):
-    """The head count does not change the number; the demo is counted by hand."""
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params_of(name, None)))
-    block = 2 * 2 * 96 + (96 * 288 + 288) + (96 * 96 + 96) + (96 * 192 + 192) + (192 * 96 + 96)
-    digits = (2 * 2 * 3 * 96 + 96) + 2 * 96 + 4 * block + 2 * 96 + (96 * 10 + 10)
-    assert count == {"vit_s16_h6": GOLDEN["vitrpb_small"]["none"], "vit_digits": digits}[name]
 
 
 def head_of(name, channels, **overrides):
@@ -187,5 +181,4 @@ PARTS = [
 
 @pytest.mark.parametrize(("make", "count"), PARTS)
 def test_heads_and_necks_have_as_many_as_in_their_code(make, count):
-    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param))
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == count
+    assert count_parameters(make) == count

@@ -16,7 +16,7 @@ import rope_jax
 from rope_jax.weights import export_state_dict
 from tests.models.definition import convolve, layers_of, vit
 from tests.models.small import pictures, run
-from tests.parity.official import tensor
+from tests.parity.official import assert_equal, draw
 
 WIDTH, HEADS, DEPTH, CLASSES, PATCH = 24, 3, 2, 5, 4
 SIDE = WIDTH // HEADS
@@ -46,12 +46,7 @@ def official_weights():
     layers |= {"norm": (WIDTH,), "head": (CLASSES, WIDTH)}
     layers |= {"patch_embed.proj": (WIDTH, 3, PATCH, PATCH)}
     layers |= {"pos_embed.embed_layer": (WIDTH, 1, 3, 3)}
-    weights = {"cls_token": tensor("cls_token", (1, 1, WIDTH), "table")}
-    for name, shape in layers.items():
-        kind = "norm_weight" if "norm" in name else "linear"
-        weights[f"{name}.weight"] = tensor(f"{name}.weight", shape, kind)
-        weights[f"{name}.bias"] = tensor(f"{name}.bias", shape[:1], "bias")
-    return weights
+    return draw(layers, {"cls_token": (1, 1, WIDTH)})
 
 
 def convolved(maps, layer):
@@ -109,7 +104,4 @@ def test_the_model_is_its_definition(size):
 def test_official_weights_go_out_as_they_came_in():
     weights, model = official_weights(), small()
     rope_jax.convert_state_dict(model, weights, source="resformer")
-    exported = export_state_dict(model, source="resformer")
-    assert exported.keys() == weights.keys()
-    for key, array in weights.items():
-        np.testing.assert_array_equal(exported[key], array, err_msg=key, strict=True)
+    assert_equal(export_state_dict(model, source="resformer"), weights)

@@ -3,6 +3,7 @@
 Tolerance of the definition: float64 and logits of size 1 leave 1e-13 of rounding.
 """
 
+import functools
 import math
 
 import jax
@@ -15,24 +16,13 @@ import rope_jax
 from rope_jax.models import swin, vit
 from rope_jax_kernels import Window
 from tests.models.definition import attend, convolve, dense, mlp, norm, places, scale, value
-from tests.models.small import check_gradients, filled, pictures, run, some_slow
+from tests.models.small import check_gradients, compiled, filled_model, pictures, run, some_slow
 
 TINY = {"width": 16, "depths": (2, 2), "heads": (2, 4), "mlp_ratio": 2.0}
 SIZE = (36, 52)  # maps of 9 x 13 and 5 x 7 tokens
 
 
-def tiny(name, position=None, *, image_size=SIZE, dtype=jnp.float32, **changes):
-    """A small model with weights of the size of trained ones."""
-    make = lambda: rope_jax.create_model(
-        name, position=position, num_classes=5, image_size=image_size, dtype=dtype, **TINY | changes
-    )
-    return filled(nnx.eval_shape(make))
-
-
-def features(model, images):
-    """Maps of a model, as one program."""
-    graph, state = nnx.split(model)
-    return jax.jit(lambda state, images: nnx.merge(graph, state).features(images))(state, images)
+tiny = functools.partial(filled_model, image_size=SIZE, **TINY)
 
 
 # The definition. A family says which pairs of tokens meet in a block, and where a pair's offset
@@ -134,7 +124,7 @@ def axial(heads):
 
 def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
     images = pictures(*size).astype(jnp.float64)
-    maps = features(model, images)
+    maps = compiled(model, lambda model, images, _: model.features(images))(images)
     wants = [maps_of(model, image, allowed, terms, **parts) for image in np.asarray(images)]
     for got, *want in zip(maps, *wants, strict=True):
         assert np.std(want) > 0.1

@@ -1,5 +1,6 @@
 """T2T-ViT: definition, random features, sizes, dropout."""
 
+import functools
 import math
 
 import jax
@@ -11,29 +12,14 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.layers import STORED
 from rope_jax.models.t2t import RandomFeatures
-from rope_jax.training.optim import decay_mask
 from rope_jax.weights import export_state_dict
 from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
-from tests.models.small import filled, pictures
+from tests.models.small import filled_model, pictures, run
 
 SMALL = {"width": 16, "heads": 4, "depth": 2, "token_width": 8, "random_features": 4}
 
 
-def small(position=None, *, image_size=(40, 70), dtype=jnp.float32, **changes):
-    options = SMALL | changes | {"num_classes": 5, "image_size": image_size, "dtype": dtype}
-    return filled(
-        nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", position=position, **options))
-    )
-
-
-def jitted(model):
-    """The model's calls, compiled as one program."""
-    graph, state = nnx.split(model)
-    run = jax.jit(
-        lambda state, *args, train, key: nnx.merge(graph, state)(*args, train=train, key=key),
-        static_argnames="train",
-    )
-    return lambda *args, train=False, key=None: run(state, *args, train=train, key=key)
+small = functools.partial(filled_model, "t2t_vit_7", image_size=(40, 70), **SMALL)
 
 
 # The definition
@@ -81,7 +67,7 @@ def test_the_model_is_its_definition_on_an_image_that_is_not_square(logit_scale)
     images = pictures(41, 70).astype(jnp.float64)  # 10 x 17 tokens, 5 x 9, 3 x 5
     scale = (4 if logit_scale == "head" else 16) ** -0.5
     want = [definition(model, image, scale) for image in np.asarray(images)]
-    np.testing.assert_allclose(jitted(model)(images), want, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(run(model, images)[0], want, rtol=0, atol=1e-12)
 
 
 # Random features
@@ -111,25 +97,3 @@ def test_official_files_hold_the_sinusoids_that_are_computed_here():
     rope_jax.convert_state_dict(model, state_dict | {"pos_embed": table}, source="t2t")
     with pytest.raises(ValueError, match="pos_embed is computed here, and is not what the file"):
         rope_jax.convert_state_dict(model, state_dict | {"pos_embed": table[:, ::-1]}, source="t2t")
-
-
-# Numbers
-
-
-@pytest.mark.parametrize(
-    ("size", "grid"),
-    [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3)), ((225, 227), (14, 15))],
-)
-def test_images_of_any_size_become_tokens(size, grid):
-    model = small(image_size=size)
-    assert model.grids(size) == [grid]
-    (features,) = jax.eval_shape(model.features, jnp.zeros((1, *size, 3)))
-    assert features.shape == (1, *grid, 16)
-
-
-def test_weight_decay_spares_the_class_token():
-    mask = decay_mask(
-        nnx.state(nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", depth=1)), nnx.Param)
-    )
-    assert not mask["class_token"]
-    assert mask["patch_embed"]["attention1"]["kqv"] == {"kernel": True, "bias": False}

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import rope_jax
 from rope_jax.models.attention import PaddedWindow, window_of
 from rope_jax.positions import Stage, Terms, create_position
 from rope_jax_kernels import Global
-from tests.models.small import pictures, run, small_model, some_slow
+from tests.models.small import compiled, pictures, run, small_model, some_slow
 
 WINDOWS = {"class_token": False, "attention": "window"}
 HEADS, HEAD_DIM = 3, 16
@@ -138,10 +137,9 @@ def test_far_tokens_meet_in_global_blocks_only(scan):
         model = small_model(
             "vit_s16", "none", **WINDOWS, window_size=2, global_blocks=blocks, scan_layers=scan
         )
-        graph, state = nnx.split(model)
-        of = jax.jit(lambda state, x: nnx.merge(graph, state).features(x, norm=False)[0])
-        images = jnp.asarray(pictures(8, 12))
-        moved = of(state, images.at[:, :2, :2].add(1.0)) - of(state, images)
+        see = compiled(model, lambda model, images, _: model.features(images, norm=False)[0])
+        images = pictures(8, 12)
+        moved = see(images.at[:, :2, :2].add(1.0)) - see(images)
         return np.abs(moved).max(axis=(0, 3)) > 1e-6
 
     near = np.zeros((4, 6), bool)

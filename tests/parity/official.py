@@ -34,6 +34,23 @@ def tensor(key, shape, kind):
     return _RULES[kind](noise(zlib.crc32(key.encode()), shape))
 
 
+def draw(layers, others):
+    """Weights by name: a weight and a bias of each layer, and others. Names tell their kinds."""
+    shapes = others | {f"{layer}.weight": shape for layer, shape in layers.items()}
+    shapes |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
+    kinds = {"bias": "bias", "token": "table", "norm": "norm_weight", "gamma": "layerscale"}
+    kinds |= {"weight": "linear", "pos_embed": "table"}
+    kind_of = lambda key: next(kind for word, kind in kinds.items() if word in key)
+    return {key: tensor(key, shape, kind_of(key)) for key, shape in shapes.items()}
+
+
+def assert_equal(found, wanted):
+    """Two state dicts hold the same arrays."""
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
 def state_dict(name):
     """The weights of a case, without derived and frozen tensors ("fixed") and counters."""
     return {

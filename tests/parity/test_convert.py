@@ -11,9 +11,12 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.positions.resample import resample
-from rope_jax.weights import export_state_dict
+from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.convert import SOURCES
+from rope_jax.weights.own import OWN
+from tests.models.definition import sinusoids
 from tests.models.small import run, some_slow
+from tests.parity.official import assert_equal
 
 VIT = {"width": 48, "heads": 3, "depth": 2}
 STAGES = {"width": 16, "depths": (1, 2), "heads": (1, 2)}
@@ -43,11 +46,9 @@ CASES = [
 
 def small(name, position, *, seed=0, image_size=64, **options):
     """A model whose every parameter is noise."""
-    sizes = (
-        VIT
-        if name.startswith(("deit", "vit", "nat_iso"))
-        else STAGES | ({"dilations": (2, 1)} if "nat" in name else {})
-    )
+    sizes = VIT
+    if name.startswith(("swin", "dinat", "nat_")) and name != "nat_isotropic_s16":
+        sizes = STAGES | ({"dilations": (2, 1)} if "nat" in name else {})
     make = lambda: rope_jax.create_model(
         name, position=position, num_classes=5, image_size=image_size, **sizes | options
     )
@@ -84,13 +85,21 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "position", "source"), some_slow(CASES, QUICK))
-def test_weights_come_back_as_they_were(name, position, source):
-    model, other = small(name, position), small(name, position, seed=1)
+def test_weights_come_back_as_they_were(name, position, source, tmp_path):
+    model = small(name, position)
     state_dict = export_state_dict(model, source=source)
     count = sum(leaf.size for leaf in jax.tree.leaves(weights_of(model)))
     assert sum(array.size for array in state_dict.values()) == count
-    rope_jax.convert_state_dict(other, state_dict, source=source)
-    assert_same(model, other)
+    np.savez(tmp_path / "model.npz", **state_dict)
+    rope_jax.save_pretrained(model, tmp_path / "model.safetensors", source=source)
+    for load, weights in (
+        (rope_jax.convert_state_dict, state_dict),
+        (load_pretrained, tmp_path / "model.npz"),
+        (load_pretrained, tmp_path / "model.safetensors"),
+    ):
+        other = small(name, position, seed=1)
+        load(other, weights, source=source)
+        assert_same(model, other)
 
 
 PAIRED = itertools.product(["rope2d", "rope_mixed"], [1, 2], ["naver", "timm"])
@@ -254,17 +263,19 @@ def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(
 
 @pytest.mark.parametrize(
     ("name", "position", "source"),
-    [("deit3_s16", "rope_mixed(pairing=interleaved)+ape", "naver"), ("swin_t", "rpb", "swin")],
+    [
+        ("deit3_s16", "rope_mixed(pairing=interleaved)+ape", "naver"),
+        ("deit3_s16", "rope_mixed", OWN),
+        ("swin_t", "rpb", "swin"),
+    ],
 )
 def test_blocks_that_are_kept_as_one_have_the_names_of_a_list(name, position, source):
     plain, scanned = small(name, position), small(name, position, seed=1, scan_layers=True)
     state_dict = export_state_dict(plain, source=source)
     rope_jax.convert_state_dict(scanned, state_dict, source=source)
-    if name != "swin_t":
+    if source == "naver":
         np.testing.assert_allclose(logits(scanned), logits(plain), rtol=0, atol=1e-5)
-    exported = export_state_dict(scanned, source=source)
-    assert exported.keys() == state_dict.keys()
-    jax.tree.map(np.testing.assert_array_equal, exported, state_dict)
+    assert_equal(export_state_dict(scanned, source=source), state_dict)
 
 
 def test_a_table_of_a_neighbourhood_is_of_one_size():
@@ -380,21 +391,23 @@ def test_what_the_model_computes_must_be_what_the_file_holds():
                 rope_jax.convert_state_dict(other, rounded, source="naver")
 
 
-def test_a_frozen_sinusoid_is_checked_on_the_map_of_the_file():
-    model = small("deit_ti16", "lape(sincos1d)", image_size=96)
-    state_dict = export_state_dict(model, source="lape")
-    state_dict["pos_embed"] = np.asarray(
-        small("deit_ti16", "lape(sincos1d)").position.inner.table((4, 4))
-    )
-    rope_jax.convert_state_dict(model, state_dict, source="lape")
-    with pytest.raises(
-        ValueError,
-        match="pos_embed is computed here, and is not what the file holds: create the model with "
-        "the position",
-    ):
-        rope_jax.convert_state_dict(
-            model, state_dict | {"pos_embed": state_dict["pos_embed"][::-1]}, source="lape"
-        )
+SINES = sinusoids(1 + 4 * 4, VIT["width"]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "size", "source", "key", "table"),
+    [
+        # The map of the file is not that of the model.
+        ("deit_ti16", "lape(sincos1d)", 96, "lape", "pos_embed", SINES),
+        ("vit_lite_7_4", "sincos1d", 16, "cct", "classifier.positional_emb", SINES[None]),
+    ],
+)
+def test_sinusoids_of_a_file_must_be_those_of_the_model(name, position, size, source, key, table):
+    model = small(name, position, image_size=size)
+    state_dict = export_state_dict(model, source=source)
+    rope_jax.convert_state_dict(model, state_dict | {key: table}, source=source)
+    with pytest.raises(ValueError, match=f"{key} is computed here, and is not what the file"):
+        rope_jax.convert_state_dict(model, state_dict | {key: table[..., ::-1]}, source=source)
 
 
 def test_every_source_is_named_in_the_documentation():

@@ -38,6 +38,28 @@ def test_multiply_adds_are_those_of_the_literature(name):
     assert total == pytest.approx(GOLDEN["gmacs"][name], rel=1e-3 if "official" in name else 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "products", "normalised", "giga"),
+    [
+        ("vit_lite_7_4", 32, 7 * 2 * 65**2 * 256, 0, 0.239),
+        ("cvt_7_4", 32, 7 * 2 * 64**2 * 256, 0, 0.236),
+        ("cct_7_3x1", 32, 7 * 2 * 256**2 * 256, 0, 0.947),
+        # Table 1 of the paper counts 4 for each number that a norm normalises.
+        ("cat_5", 224, 5 * 2 * 28**3 * 1024, 11 * 28**2 * 1024, 24.85),
+        ("cat_vit_5", 224, 5 * 2 * 785**2 * 1024, 11 * 785 * 1024, 37.23),
+    ],
+)
+def test_layers_cost_what_papers_say_that_leave_out_attention(
+    name, size, products, normalised, giga
+):
+    rows = cost(shapes(name), size)
+    attention = sum(row.multiply_adds for row in rows if row.module.endswith(".attn"))
+    assert attention == products
+    layers = sum(row.multiply_adds for row in rows) - attention
+    digits = 2 if normalised else 3
+    assert round((layers + 4 * normalised) / 1e9, digits) == giga
+
+
 @pytest.mark.parametrize("name", ["deit_ti16", "swin_t", "nat_mini"])
 def test_rows_add_up_at_every_depth(name):
     model = shapes(name)

@@ -17,7 +17,6 @@ from rope_jax.positions import Position
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
-from rope_jax.weights.own import OWN
 from tests.parity.test_convert import VIT, assert_same, logits, small, weights_of
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.
@@ -76,17 +75,6 @@ def test_a_scheme_with_a_rule_of_its_own_is_resized_by_it(tmp_path, monkeypatch)
     other = rope_jax.create_model(str(tmp_path), image_size=(128, 64))
     model.resize((128, 64))
     assert_same(other, model)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True)])
-def test_stacked_blocks_and_lists_read_each_other(saved, loaded, tmp_path):
-    model = small("deit3_s16", "rope_mixed", scan_layers=saved)
-    rope_jax.save_pretrained(model, tmp_path)
-    other = rope_jax.create_model(str(tmp_path), scan_layers=loaded)
-    want, found = export_state_dict(model, source=OWN), export_state_dict(other, source=OWN)
-    assert want.keys() == found.keys()
-    for name, array in want.items():
-        np.testing.assert_array_equal(found[name], array)
 
 
 @pytest.mark.parametrize("scan", [False, True])

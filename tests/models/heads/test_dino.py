@@ -21,7 +21,6 @@ from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
 from rope_jax.tasks import TASKS
-from rope_jax.weights import export_state_dict
 from tests.models.small import filled
 
 SMALL = {
@@ -348,42 +347,6 @@ def test_images_without_padding_need_no_extent(model):
     assert (found.scores[:, 1:] <= found.scores[:, :-1]).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "small", "keys"),
-    [
-        (
-            "deit_ti16",
-            VIT,
-            ["backbone.net.blocks.0.attn.qkv.weight", "backbone.simfp_3.0.weight"],
-        ),
-        (
-            "swin_t",
-            SWIN,
-            [
-                "backbone.layers.1.blocks.0.attn.qkv.weight",
-                "backbone.norm3.weight",
-                "neck.extra_convs.0.conv.weight",
-            ],
-        ),
-    ],
-)
-def test_weights_come_back_from_detrexs_names(name, small, keys):
-    make = functools.partial(rope_jax.create_model, name, head=HEAD, num_classes=CLASSES)
-    model, other = (filled(nnx.eval_shape(lambda: make(**small))) for _ in range(2))
-    exported = export_state_dict(model, source="detrex")
-    assert {*keys, "transformer.decoder.class_embed.2.bias", "label_enc.weight"} <= exported.keys()
-    assert exported["transformer.decoder.layers.0.attentions.0.attn.in_proj_weight"].shape[0] == 48
-    # Official files have these twice.
-    for layer in range(3):
-        exported[f"class_embed.{layer}.weight"] = np.zeros((CLASSES, 16), np.float32)
-    for leaf in jax.tree.leaves(nnx.state(other)):
-        leaf *= 0
-    rope_jax.convert_state_dict(other, exported, source="detrex")
-    flat = dict(nnx.to_flat_state(nnx.state(other)))
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        np.testing.assert_array_equal(flat[path][...], leaf[...], err_msg=str(path))
-
-
 @pytest.mark.slow
 def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
     batch = some_batch()
@@ -393,16 +356,3 @@ def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
     run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
     for name, wanted in vars(run(state, batch["image"], batch["extent"])).items():
         np.testing.assert_allclose(found[name], wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        ("dino(width=40)", "width=40, which is not divisible by groups=32"),
-        ("dino(width=32,heads=3)", "not divisible by heads=3"),
-        ("dino(width=6,groups=2,heads=2)", "sines"),
-    ],
-)
-def test_widths_that_do_not_divide_are_refused(head, message):
-    with pytest.raises(ValueError, match=message):
-        rope_jax.create_model("deit_ti16", head=head, num_classes=3, **VIT)

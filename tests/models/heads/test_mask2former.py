@@ -14,7 +14,6 @@ from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former.decoder import attended
 from rope_jax.models.heads.mask2former.head import MaskPredictions
 from rope_jax.tasks import TASKS
-from rope_jax.weights import export_state_dict
 
 SMALL = (
     "mask2former(width=16,heads=2,groups=4,pixel_depth=1,pixel_hidden=16,depth=3,hidden=32,"
@@ -57,32 +56,6 @@ def test_scores_are_sums_over_queries_of_resized_masks():
     wanted = np.einsum("qk,yxq->yxk", shares[:, :3], 1 / (1 + np.exp(-masks)))
     np.testing.assert_allclose(found[0], wanted, atol=1e-5)
     assert (head.probabilities(found[0]) == found[0]).all()
-
-
-def test_official_weights_of_a_swin_are_read_and_written():
-    """Names as in the published checkpoints, with what these hold besides parameters."""
-    settings = {"head": SMALL, "num_classes": 3, "window_padding": "tokens", **SWIN}
-    model = rope_jax.create_model("swin_t", seed=1, **settings)
-    weights = export_state_dict(model, source="mask2former")
-    shapes = {
-        "backbone.patch_embed.proj.weight": (8, 3, 4, 4),
-        "backbone.layers.1.blocks.0.attn.relative_position_bias_table": (169, 1),
-        "backbone.layers.0.downsample.reduction.weight": (16, 32),
-        "backbone.norm3.weight": (64,),
-        "sem_seg_head.pixel_decoder.adapter_1.weight": (16, 8, 1, 1),
-        "sem_seg_head.pixel_decoder.layer_1.weight": (16, 16, 3, 3),
-        "sem_seg_head.predictor.query_feat.weight": (6, 16),
-        "sem_seg_head.predictor.transformer_ffn_layers.2.linear1.weight": (32, 16),
-        "sem_seg_head.predictor.class_embed.weight": (4, 16),
-    }
-    assert {name: weights[name].shape for name in shapes} == shapes
-    extra = {"criterion.empty_weight": np.ones(4, np.float32)}
-    extra["backbone.layers.0.blocks.0.attn.relative_position_index"] = np.zeros((49, 49), np.int64)
-    other = rope_jax.create_model("swin_t", **settings)
-    rope_jax.convert_state_dict(other, weights | extra, source="mask2former")
-    ours, theirs = (dict(nnx.to_flat_state(nnx.state(one, nnx.Param))) for one in (model, other))
-    for path, leaf in ours.items():
-        np.testing.assert_array_equal(leaf[...], theirs[path][...], err_msg=str(path))
 
 
 def drawn(count):
