@@ -317,7 +317,7 @@ def test_inverse_sigmoid_is_that_of_probabilities_that_are_not_too_sure():
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
-def test_detections_are_the_surest_pairs_of_boxes_and_classes():
+def test_detections_are_the_highest_scoring_pairs_of_boxes_and_classes():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((2, 6, CLASSES)).astype(np.float32)
     boxes = rng.uniform(0.1, 0.9, (2, 6, 4)).astype(np.float32)
