@@ -112,7 +112,7 @@ FIRST, LAST = (f"train/n00000001/n00000001_{k}.JPEG" for k in (0, 2))
 @pytest.mark.parametrize(
     "change",
     [
-        lambda place: (place / FIRST).rename(place / FIRST.replace("_0", "_9")),
+        lambda place: (place / FIRST).rename(place / FIRST.replace("_0", "_00")),
         lambda place: (place / LAST).rename(
             place / LAST.replace("train/n00000001", "train/n00000002")
         ),

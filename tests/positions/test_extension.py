@@ -1,4 +1,4 @@
-"""Rotary schemes beyond the map of training, against the formulas of the papers in NumPy."""
+"""Rotary schemes beyond the training grid, against the formulas of the papers in NumPy."""
 
 import jax
 import jax.numpy as jnp
