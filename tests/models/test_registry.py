@@ -162,7 +162,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ("cct_7_3x1", {"attention_dropout": 1.0}, "attention_dropout must be"),
         ("cct_7_3x1", {"conv_layers": -1}, "conv_layers must be"),
         ("cct_7_3x1", {"conv_stride": 0}, "conv_stride must be"),
-        ("cct_7_3x1", {"patch_size": 4}, "patch_size=4 cannot be combined with conv_layers=1"),
+        ("cct_7_3x1", {"patch_size": 4}, "patch_size=4 does not match 1 conv_layers"),
         ("cct_7_3x1", {"attention": "neighborhood"}, "attention='neighborhood' is not an option"),
         ("vit_lite_7_4", {"layer_scale": 0.1}, "layer_scale=0.1 is not an option"),
         ("ceit_t", {"scan_layers": True}, "scan_layers=True is not an option"),
