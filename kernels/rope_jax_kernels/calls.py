@@ -28,8 +28,9 @@ def call(
     """
     context, data = jax.sharding.get_abstract_mesh(), [*dispatch.data_of(arguments).values()]
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(data)]
-    mesh = types[0].mesh if context.empty else context
-    if mesh.explicit_axes:  # in whose types neither kernels nor all reshapes can be written
+    meshes = [x.mesh for x in types if x.mesh.explicit_axes] if context.empty else []
+    mesh = meshes[0] if meshes else context
+    if mesh.explicit_axes:  # kernels and some reshapes cannot express shardings in types
         is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
         arrays = {x: y for x, y in arguments.items() if all(map(is_array, jax.tree.leaves(y)))}
         return jax.sharding.auto_axes(

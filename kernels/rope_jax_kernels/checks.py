@@ -104,7 +104,7 @@ def check_pattern(pattern: Any) -> None:
 def check_operand(name: str, x: Any, pattern: Pattern) -> None:
     """Requires a floating-point array with the dimensions that the pattern expects.
 
-    None but the batch may be empty.
+    Only the batch may be empty.
     """
     check_floating(name, x)
     is_global, shape = isinstance(pattern, Global), x.shape

@@ -51,9 +51,11 @@ class Rotation:
     pairing: Pairing = dataclasses.field(default="half", metadata={"static": True})
 
     def __post_init__(self):
-        counted = hasattr(self.coords, "astype") and jnp.issubdtype(self.coords.dtype, jnp.integer)
-        if counted or isinstance(self.coords, list):
-            object.__setattr__(self, "coords", jnp.asarray(self.coords, float))
+        integers = hasattr(self.coords, "astype") and jnp.issubdtype(self.coords.dtype, jnp.integer)
+        if integers or isinstance(self.coords, list):
+            # Not wider under jax_enable_x64: kernels take no float64.
+            dtype = jnp.result_type(jnp.float32, getattr(self.freqs, "dtype", jnp.float32))
+            object.__setattr__(self, "coords", jnp.asarray(self.coords, dtype))
 
     def angles(self) -> Float[Array, "N L R"]:
         """The angles theta in radians; N is 1 if the heads share their frequencies."""

@@ -116,7 +116,7 @@ class CommandParser(argparse.ArgumentParser):
         """
         self.allow_abbrev = False
         if words is None:
-            keep_going_unread()
+            keep_going_unread(OSError)
             words = sys.argv[1:]
         words = [re.sub(r"^-(?=[a-z]\w)", "--", word) for word in words]
         if "--config.help" in words:

@@ -121,9 +121,11 @@ def batch_examples(
         plus `count` for each earlier copy of the image in the epoch.
 
     Raises:
-        ValueError: as `epoch_length` and `check_batch`.
+        ValueError: for a negative step, and as `epoch_length` and `check_batch`.
     """
     check_batch(batch_size, count, shard)
+    if step < 0:
+        raise ValueError(f"step {step} is negative; steps start at 0")
     numbers = step * batch_size + np.arange(batch_size, dtype=np.int64)
     epochs, indices = np.divmod(numbers, epoch_length(count, repeats))
     if repeats > 1:

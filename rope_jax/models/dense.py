@@ -83,10 +83,10 @@ class DenseModel(Backbone):
         """
         if explicit_mesh(images) is not None:
             raise ValueError(
-                "predict(...) returns arrays with the batch on any axis, and a mesh with Explicit "
-                "axes asks for their sharding: wrap the loss that calls it in "
-                "jax.sharding.auto_axes(loss, out_sharding=jax.P()), or use the mesh of "
-                "rope_jax.sharding.make_mesh"
+                "predict(...) returns arrays whose batch axis differs, so that their sharding "
+                "cannot be stated on a mesh with Explicit axes: inside jax.set_mesh(mesh), call "
+                "the loss as jax.sharding.auto_axes(loss, out_sharding=jax.P()), or use the mesh "
+                "of rope_jax.sharding.make_mesh"
             )
         keys = self.training_keys(train, key, 2)
         if extent is not None:

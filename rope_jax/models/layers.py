@@ -317,7 +317,7 @@ def check_images(images: Array) -> None:
     if images.ndim != 4 or images.shape[3] != 3 or not images.size or not floating:
         raise ValueError(
             f"images have shape {images.shape} and dtype {images.dtype}; they must be "
-            "[B, H, W, 3], channels last, with at least one pixel, and floating-point numbers, "
+            "[B, H, W, 3], channels last, at least one image and pixel, floating-point numbers, "
             "normalised: (images / 255 - mean) / std"
         )
 

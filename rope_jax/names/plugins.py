@@ -90,7 +90,7 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
             "; write my_schemes for a file my_schemes.py, and install it, run from its folder, or "
             "add that folder to PYTHONPATH"
         )
-        missing = isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name))
+        missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
         raise ValueError(
             f"plug-in {name!r} ({wanted_by}) cannot be imported: {type(error).__name__}: "
             f"{error}{find_line(error)}{advice if missing else ''}"

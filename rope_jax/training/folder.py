@@ -21,7 +21,8 @@ from rope_jax.config import (
 )
 from rope_jax.names import plugins
 from rope_jax.names.text import closest
-from rope_jax.system.files import locked, read_json, set_aside, warn, write_file
+from rope_jax.system.files import SaveFailed, locked, read_json, set_aside, warn, write_file
+from rope_jax.system.processes import decided_by_first
 from rope_jax.system.sharding import state_shardings, with_shardings
 from rope_jax.training.agreement import told_to_all
 from rope_jax.training.checkpoint import Checkpoints
@@ -148,7 +149,7 @@ class Run:
         # That of an earlier version is the beginning of today's.
         others = [n for n, x in setup.fingerprint.items() if not x.startswith(str(data.get(n)))]
         if others and "images" not in override:
-            changed["images"] = f"the images of the {' and '.join(others)} split"
+            changed["images"] = f"the images of the {' and '.join(others)} split differ"
         if changed:
             raise ConfigError(
                 f"--workdir={self.workdir} holds a run of another config "
@@ -161,13 +162,13 @@ class Run:
 
     def write_config(self, config: Config) -> None:
         """Writes `config.json`."""
-        self.checkpoints.require_ours()
+        decided_by_first(self.checkpoints.require_ours, SaveFailed)
         if jax.process_index() == 0:
             write_file(self.workdir / "config.json", to_json(config) + "\n")
 
     def metrics(self, step: int, *, tensorboard: bool) -> MetricsWriter:
         """Opens `metrics.jsonl` and drops its lines after `step`."""
-        self.checkpoints.require_ours()
+        decided_by_first(self.checkpoints.require_ours, SaveFailed)
         with blame("--workdir"):
             return MetricsWriter(self.workdir, restored_step=step, tensorboard=tensorboard)
 

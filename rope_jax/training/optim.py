@@ -32,7 +32,7 @@ def learning_rate_schedule(
     """Linear warmup, then one of the config's curves, then cooldown at the minimum.
 
     Where warmup and cooldown leave nothing between them, each that is not 0 becomes a tenth of the
-    run, in whole steps or epochs, with a warning.
+    run, in whole steps or epochs and at least one, with a warning.
 
     Args:
         options: of the config, with milestones in epochs.
@@ -45,12 +45,13 @@ def learning_rate_schedule(
     warmup, cooldown = options.warmup_epochs, options.cooldown_epochs
     if warmup + cooldown >= epochs:
         per_epoch = steps_per_epoch if options.schedule_step == "iteration" else 1
-        tenth = round(epochs * per_epoch / 10) / per_epoch
+        tenth = max(1, round(epochs * per_epoch / 10)) / per_epoch
         shortened = {"warmup_epochs": warmup and tenth, "cooldown_epochs": cooldown and tenth}
         options = dataclasses.replace(options, **shortened)
         warn(
             f"WARNING: {warmup:.4g} epochs of warmup and {cooldown:.4g} of cooldown do not fit "
-            f"into a run of {epochs:.4g}: each that is not 0 becomes a tenth of the run"
+            f"into a run of {epochs:.4g}: they are shortened to {options.warmup_epochs:.4g} and "
+            f"{options.cooldown_epochs:.4g}"
         )
     if options.schedule == "step" and not options.milestones:
         raise ValueError("schedule='step' needs milestones: give the epochs or steps of its drops")
@@ -195,7 +196,7 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
         layer_decay: the factor from each block to the one below.
         last_norm: "head" gives the norm after the last block the factor of the head, as the codes
             of BEiT and MAE do; "block" that of the last block, as timm's `param_groups_layer_decay`
-            does with `norm`. Its `fc_norm`, after mean pooling as in BEiT, has that of the head.
+            does with `norm`. timm's `fc_norm` (BEiT with mean pooling) has that of the head.
 
     Returns:
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.

@@ -105,7 +105,8 @@ def test_each_kind_of_gpu_has_a_description_of_its_own():
     texts = {kind: describe(kind) for kind in KINDS}
     assert texts[H200] == TARGET.read_text()
     assert 'device_description_str: "NVIDIA A100' in texts[A100]
-    changed = {"major": 8, "minor": 0, **KINDS[A100]}
-    assert all(f"{name}: {value}\n" in texts[A100] for name, value in changed.items())
+    assert "major: 8\n" in texts[A100]
+    for kind, changed in KINDS.items():
+        assert all(f"{name}: {value}\n" in texts[kind] for name, value in changed.items())
     with pytest.raises(ValueError, match=r"no description of 'NVIDIA L40S': .* NVIDIA H200"):
         describe("NVIDIA L40S")

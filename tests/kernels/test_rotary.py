@@ -195,6 +195,8 @@ def test_coordinates_may_be_integers_or_lists():
         rotation = Rotation(coords, FITTING.freqs)
         assert rotation.coords.dtype == jnp.float32
         assert np.array_equal(rotation.coords, places)
+    with jax.enable_x64(True):  # kernels take no float64
+        assert Rotation(places.tolist(), FITTING.freqs).coords.dtype == jnp.float32
     assert jax.tree.map(np.shape, rotation) == Rotation((L, A), (N, A, R))  # placeholders stay
 
 

@@ -125,7 +125,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "upernet", "depth": 3}, "4 blocks, and deit_ti16 has 3"),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
         ("swin_t", {"head": "linear", "blocks": (1,)}, "are of isotropic models"),
-        ("deit_ti16", {"head": "linear", "last_norm": False}, "which takes normalised maps"),
+        ("deit_ti16", {"head": "linear", "last_norm": False}, "last_norm=False .* normalised"),
         ("swin_t", {"head": "upernet", "last_norm": True}, "on swin_t, whose maps have norms of"),
         ("swin_t", {"head": "upernet(neck=none)"}, "neck=none is of isotropic models: the maps of"),
         (

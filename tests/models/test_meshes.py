@@ -71,7 +71,7 @@ def test_results_are_sharded_as_images_and_gradients_as_parameters(name, monkeyp
 
 
 VALUES = """
-import jax, numpy as np
+import jax, numpy as np, rope_jax
 from flax import nnx
 from rope_jax.system import sharding
 from rope_jax.system.sharding import put_batch, state_shardings
@@ -91,6 +91,11 @@ many = run(params, *others, put_batch({"image": images}, mesh)["image"], key)
 for x, y in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
     # Sums in another order.
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
+# Called outside of jit, where rotations without other channels crashed XLA.
+model = rope_jax.create_model("vit_digits", position="rope_mixed", depth=1, width=16, heads=1)
+images = pictures(8, 8, batch=4)
+sharded = put_batch({"image": images}, mesh)["image"]
+np.testing.assert_allclose(model(sharded), model(images), rtol=1e-4, atol=1e-5)
 """
 
 

@@ -149,12 +149,12 @@ def rates_of(epochs, steps_per_epoch, **options):
         (5, {"warmup_steps": 200}, (0.5, 0.0)),
         (5, {"warmup_epochs": 0.0, "cooldown_epochs": 5.0}, (0.0, 0.5)),
         (10, {"warmup_epochs": 8.0, "cooldown_epochs": 2.0, "schedule_step": "epoch"}, (1.0, 1.0)),
-        (4, {"warmup_epochs": 5.0, "schedule_step": "late_epoch"}, (0.0, 0.0)),  # whole epochs
+        (4, {"warmup_epochs": 5.0, "schedule_step": "late_epoch"}, (1.0, 0.0)),  # whole epochs
     ],
 )
 def test_a_warmup_and_a_cooldown_that_do_not_fit_become_a_tenth(curve, epochs, ends, fit, capsys):
     found = rates_of(epochs, 20, **ends, schedule=curve)
-    assert f"cooldown do not fit into a run of {epochs}: each" in capsys.readouterr().err
+    assert f"cooldown do not fit into a run of {epochs}: they" in capsys.readouterr().err
     ends = ends | {"warmup_steps": None, "warmup_epochs": fit[0], "cooldown_epochs": fit[1]}
     np.testing.assert_array_equal(found, rates_of(epochs, 20, **ends, schedule=curve))
     assert not capsys.readouterr().err

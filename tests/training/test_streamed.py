@@ -74,7 +74,8 @@ def test_a_run_does_not_resume_on_other_pixels_of_the_same_names(photographs, tm
     changes = streamed(place) | {"eval__resolutions": ()}
     setup, model = prepare(tiny(**changes))
     state, about = initial_state(setup, model), setup.about()
-    earlier = {name: text.partition(", sample")[0] for name, text in about["data"].items()}
+    earlier = {name: text.partition(", content")[0] for name, text in about["data"].items()}
+    assert earlier != about["data"]
     for step, fingerprint in enumerate((earlier, about["data"])):
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             checkpoints.save(step, state, about=about | {"data": fingerprint})

@@ -48,7 +48,7 @@ def attention(
         bias: added to the scaled logits, or None. For `Global` a matrix [N, L, L]; for `Window` a
             table [N, (2h-1)*(2w-1)] with index (qy-ky+h-1)*(2w-1) + (qx-kx+w-1), where h, w are
             those of the fitted window; for `Neighborhood` a table [N, 2kh-1, 2kw-1] with index
-            (ky-qy)/dilation + kh-1, and so in x. With 1 in place of N it is that of all heads.
+            (ky-qy)/dilation + kh-1, and so in x. A first dimension of 1 is shared by all heads.
             Where it is -inf or the smallest number for all keys of a query, that query's output
             depends on the implementation.
         scale: factor of the logits before the bias, one number; None for D**-0.5.

@@ -24,7 +24,9 @@ def turn_pairs(
     turned = x[..., : 2 * pairs].astype(precise)
     turn = _turn_apart if device.is_gpu() else _turn_folded
     turned = turn(turned, cos, sin, pairing).astype(x.dtype)
-    return jnp.concatenate([turned, x[..., 2 * pairs :]], axis=-1)
+    rest = x[..., 2 * pairs :]
+    # Outside of jit, XLA crashes on an empty operand in a `jax.shard_map`.
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def _turn_apart(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:

@@ -76,8 +76,8 @@ class Folder(Files):
 
     Raises:
         FileNotFoundError: the split has no folders of classes.
-        ValueError: it has no images, a class that the training split lacks, a class folder without
-            images, or is named in upper case.
+        ValueError: the split has no images, or a class that the training split lacks; the folder of
+            a class has no images; the folder of a split is named in upper case.
     """
 
     def __init__(self, path: str, split: str, *, allow_empty: bool = False):
@@ -96,7 +96,10 @@ class Folder(Files):
         if meant := [
             name for name in classes if whole and name.lower() in ("train", "test", "val")
         ]:
-            raise ValueError(f"{path} has a folder {meant[0]!r}: splits are in lower case")
+            raise ValueError(
+                f"{path} has a folder {meant[0]!r}: name it {meant[0].lower()!r} if it is a split, "
+                "and otherwise if it is a class"
+            )
         if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
@@ -124,7 +127,7 @@ class Folder(Files):
 
     def remarks(self) -> list[str]:
         others, about = self.about["others"], f"{self.name}, {self.split} split"
-        left_out = f"files left out, as they lack the ending of an image ({', '.join(ENDINGS)})"
+        left_out = f"files left out, as they have no extension of images ({', '.join(ENDINGS)})"
         return [f"{about}: {left_out}: {len(others)}, first {others[0]}"] if others else []
 
 

@@ -70,8 +70,8 @@ def iou(
     Args:
         first, second: corners, of shapes that broadcast.
         epsilon: added to the union: boxes without area overlap with none. That of detrex, the
-            default, makes the overlap of small boxes too small, of one pixel of 1,000 x 1,000 by
-            half if boxes are fractions of the image; 1e-12 is below their rounding.
+            default, underestimates the overlap of small boxes: by half for a box of one pixel in
+            1,000 x 1,000, if boxes are fractions of the image; 1e-12 is below their rounding.
     """
     shared, union = _intersection_and_union(first, second)
     return shared / (union + epsilon)
