@@ -29,6 +29,9 @@ from rope_jax.training.folder import Run
 from tests.images.streams import take
 from tests.training.recipe import tiny
 
+# MLIR's dialects can be registered once, so not within `clean`, which forgets what was imported.
+for name in ("triton", "mosaic_gpu"):
+    importlib.import_module(f"jax.experimental.pallas.{name}")
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "my_schemes.py"
 TINY = "--config.model.options=depth=1,width=16,heads=2"

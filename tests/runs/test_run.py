@@ -202,7 +202,7 @@ def write_images(path, seed, splits=("train", "test")):
 def test_other_images_are_refused_on_resume_and_moved_ones_are_not(tmp_path):
     run(tmp_path / "run", **write_images(tmp_path / "a.npz", seed=0))
     run(tmp_path / "run", **write_images(tmp_path / "moved.npz", seed=0))
-    with pytest.raises(ConfigError, match=r"\(the images of the train and test split\)"):
+    with pytest.raises(ConfigError, match=r"\(the images of the train and test split differ\)"):
         run(tmp_path / "run", **write_images(tmp_path / "b.npz", seed=1))
 
 
