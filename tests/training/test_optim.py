@@ -132,7 +132,7 @@ def in_epoch(epoch):
 def test_a_schedule_is_its_definition(epochs, steps_per_epoch, options, wanted):
     rate = jax.jit(jax.vmap(schedule(epochs, steps_per_epoch, **options)))
     found = rate(np.array([*wanted], np.int32))
-    np.testing.assert_allclose(found, [*wanted.values()], rtol=2e-5, atol=1e-9)
+    np.testing.assert_allclose(found, [*wanted.values()], rtol=1e-6, atol=1e-10)
 
 
 def rates_of(epochs, steps_per_epoch, **options):
