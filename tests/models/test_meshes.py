@@ -43,8 +43,9 @@ def gradient(graph, params, stats, rest, images, key):
 
     def loss(params):
         model = nnx.merge(graph, params, stats, rest)
-        results = model(images, train=model.head_notation is None, key=key), model.features(images)
-        total = sum((x.astype(np.float32) ** 2).mean() for x in jax.tree.leaves(results))
+        outputs = model(images, train=model.head_notation is None, key=key)
+        results = jax.tree.leaves((outputs, model.features(images)))
+        total = sum((x.astype(np.float32) ** 2).mean() for x in results)
         return total, (results, nnx.state(model, nnx.BatchStat))
 
     return jax.grad(loss, has_aux=True)(params)
@@ -66,7 +67,7 @@ def test_results_are_sharded_as_images_and_gradients_as_parameters(name, monkeyp
     for ours, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(params), strict=True):
         whole = (None,) * (param.ndim - len(param.sharding.spec))
         assert (*ours.sharding.spec,) == (*param.sharding.spec, *whole)
-    assert {x.sharding.spec[0] for x in jax.tree.leaves(results)} == {("data", "fsdp")}
+    assert {x.sharding.spec[0] for x in results} == {("data", "fsdp")}
     assert all(not any(x.sharding.spec) for x in jax.tree.leaves(stats))
 
 
