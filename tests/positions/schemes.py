@@ -49,6 +49,19 @@ def normal(*shape):
     return np.random.default_rng(1).standard_normal(shape)
 
 
+def turned(x, rotation):
+    """Vectors [B, L, N, D] rotated by coordinates times frequencies, by definition."""
+    if rotation is None:
+        return x
+    theta = np.einsum("la,nar->lnr", np.asarray(rotation.coords), np.asarray(rotation.freqs))
+    channels, out = np.arange(2 * theta.shape[-1]), np.array(x)
+    half = rotation.pairing == "half"
+    first, second = channels.reshape(2, -1) if half else channels.reshape(-1, 2).T
+    out[..., first] = x[..., first] * np.cos(theta) - x[..., second] * np.sin(theta)
+    out[..., second] = x[..., second] * np.cos(theta) + x[..., first] * np.sin(theta)
+    return out
+
+
 DEFAULTS = [
     "alibi2d",
     "ape",

@@ -19,7 +19,16 @@ from rope_jax import positions
 from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
 from rope_jax_kernels import window_bias
-from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, covering, params, scheme, trained
+from tests.positions.schemes import (
+    CHANNELS,
+    HEAD_DIM,
+    HEADS,
+    covering,
+    params,
+    scheme,
+    trained,
+    turned,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -55,20 +64,6 @@ def terms_of(position, grid):
 def embedded(position, grid, key=None):
     tokens = np.broadcast_to(CONTENT, (1, grid[0] * grid[1], CHANNELS))
     return np.asarray(position.embed(jnp.asarray(tokens), grid, key))
-
-
-def turned(x, rotation):
-    """Vectors [B, L, N, D], rotated."""
-    if rotation is None:
-        return x
-    theta = np.einsum("la,nar->lnr", rotation.coords, rotation.freqs)
-    pairs = np.arange(2 * theta.shape[-1])
-    half = rotation.pairing == "half"
-    first, second = pairs.reshape(2, -1) if half else pairs.reshape(-1, 2).T
-    cos, sin, out = np.cos(theta), np.sin(theta), np.array(x)
-    out[..., first] = x[..., first] * cos - x[..., second] * sin
-    out[..., second] = x[..., second] * cos + x[..., first] * sin
-    return out
 
 
 def queries_and_keys(position, grid, layer):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rope_jax.positions.resample import bilinear_matrix
-from rope_jax_kernels import Global, Neighborhood, Window
+from rope_jax_kernels import Global, Window
 from tests.positions.schemes import HEAD_DIM, HEADS, normal, params, scheme, stage, trained
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -69,19 +69,6 @@ def test_resizing_interpolates_the_tables_of_the_map_only():
 
 def test_tables_start_at_zero():
     assert all((table[...] == 0).all() for table in params(scheme("decomposed")).values())
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "advice"),
-    [
-        ("decomposed", {"pattern": Window((2, 2), (1, 1))}, "shifted windows have no rows"),
-        ("decomposed", {"pattern": Neighborhood((3, 3))}, "use a ViT with windows or global"),
-        ("decomposed(side=-1)", {}, "side must be a whole number of at least 0, not -1"),
-    ],
-)
-def test_what_cannot_be_is_refused(text, changes, advice):
-    with pytest.raises(ValueError, match=advice):
-        scheme(text, **changes)
 
 
 def test_a_scheme_for_another_pattern_has_the_same_parameters():

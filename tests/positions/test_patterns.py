@@ -19,7 +19,7 @@ from rope_jax.models.attention import SelfAttention
 from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax_kernels import Global, Neighborhood, Window
-from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, scheme
+from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, scheme, turned
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -94,19 +94,6 @@ def mask_and_bias(pattern, table):
     return mask, np.asarray(table)[:, y * (2 * width - 1) + x]
 
 
-def turned(x, rotation):
-    """[B, L, N, D] rotated by coordinates times frequencies, in halves or neighbouring pairs."""
-    theta = np.einsum("la,nar->lnr", np.asarray(rotation.coords), np.asarray(rotation.freqs))
-    pairs, out = theta.shape[-1], np.array(x)
-    halves = np.arange(pairs), np.arange(pairs, 2 * pairs)
-    first, second = (
-        halves if rotation.pairing == "half" else (2 * np.arange(pairs), 2 * np.arange(pairs) + 1)
-    )
-    out[..., first] = x[..., first] * np.cos(theta) - x[..., second] * np.sin(theta)
-    out[..., second] = x[..., second] * np.cos(theta) + x[..., first] * np.sin(theta)
-    return out
-
-
 def dense(attention, tokens, terms, mask, bias):
     """The layer by its definition; `terms` of global attention, without their bias."""
     x = tokens if terms.add is None else tokens + np.asarray(terms.add)
@@ -116,8 +103,7 @@ def dense(attention, tokens, terms, mask, bias):
     xp = np if terms.transform is None else jnp  # a transform may be vectorised over examples
 
     def attend(q, k, v, added=0.0):
-        if terms.rotation is not None:
-            q, k = turned(q, terms.rotation), turned(k, terms.rotation)
+        q, k = turned(q, terms.rotation), turned(k, terms.rotation)
         logits = xp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5 + bias + added + mask
         weights = xp.exp(logits - logits.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)

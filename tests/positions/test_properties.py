@@ -109,10 +109,3 @@ def test_embeddings_and_biases_of_a_sum_add_up():
 def test_what_can_be_there_only_once_is_refused_twice(text):
     with pytest.raises(ValueError, match="at most one of a sum may do so: remove the others"):
         scheme(text)
-
-
-def test_none_adds_nothing():
-    position = scheme("none", prefix=1)
-    tokens = jnp.ones((1, 20, 48))
-    assert position.embed(tokens, (4, 5)) is tokens
-    assert jax.tree.leaves(position.terms((4, 5))) == []
