@@ -6,7 +6,6 @@ import pytest
 from rope_jax import data
 from rope_jax.data import batches, evaluation_batches, load
 from rope_jax.data.device_batches import DeviceBatches
-from rope_jax.data.sources import scenes as module
 from rope_jax.data.sources.scenes import draw_scene
 from tests.images.coco_set import COLOURS, write_coco
 from tests.images.streams import joined, same, take
@@ -47,8 +46,9 @@ def test_training_batches(images):
     """Fields, padding, the smallest canvas, and each box on pixels of the colour of its class."""
     canvases, flips = set(), set()
     for batch in take(30, batches(images, batch_size=3, **OPTIONS)):
+        canvas = batch["image"].shape[1:3]
         assert {name: (array.dtype, array.shape[1:]) for name, array in batch.items()} == {
-            "image": (np.uint8, batch["image"].shape[1:]),
+            "image": (np.uint8, (*canvas, 3)),
             "boxes": (np.float32, (5, 4)),
             "label": (np.int32, (5,)),
             "extent": (np.int32, (2,)),
@@ -57,7 +57,6 @@ def test_training_batches(images):
             "index": (np.int32, ()),
         }
         check_padding(batch, 5)
-        canvas = batch["image"].shape[1:3]
         fitting = [c for c in CANVASES if (batch["extent"] <= c).all()]
         assert canvas == min(fitting, key=np.prod)
         canvases.add(canvas)
@@ -178,12 +177,7 @@ def test_what_the_batches_cannot_hold_is_refused_at_once(images, options, messag
         batches(images, batch_size=2, seed=0, **options)
 
 
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(module, "COUNTS", {"train": 12, "test": 6})
-
-
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 def test_boxes_of_scenes_frame_the_visible_masks():
     images = load("scenes", split="train", image_size=(48, 64), labels_of="boxes")
     assert (images.labels_of, images.classes, images.class_names[3]) == ("boxes", 10, "3")
@@ -198,7 +192,7 @@ def test_boxes_of_scenes_frame_the_visible_masks():
             assert box.tolist() == [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 def test_batches_of_scenes_have_one_size_without_padding():
     images = load("scenes", image_size=(48, 64), labels_of="boxes")
     batch = next(batches(images, batch_size=6, seed=0, augment="flip", canvases=CANVASES))
@@ -218,7 +212,7 @@ def test_batches_of_scenes_have_one_size_without_padding():
         batches(images, batch_size=2, seed=0, augment=CROP)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_scenes")
 @pytest.mark.parametrize("labels_of", [None, "pixels", "images"])
 def test_labels_are_of_what_is_asked_for_where_there_is_a_choice(labels_of):
     assert load("scenes", image_size=16, labels_of=labels_of).labels_of == "pixels"

@@ -70,10 +70,8 @@ def test_resized_crop_cuts_before_it_resizes(name):
         np.testing.assert_array_equal(crop_pixels(image, crop, (16, 24), draw), expected)
 
 
-@pytest.mark.parametrize("shape", [(60, 90), (91, 60), (64, 64), (40, 133)])
-@pytest.mark.parametrize(
-    ("size", "crop"), [((32, 32), 0.875), ((32, 32), 1.0), ((31, 31), 0.9), ((24, 40), 0.95)]
-)
+@pytest.mark.parametrize("shape", [(60, 90), (91, 60), (40, 133)])
+@pytest.mark.parametrize(("size", "crop"), [((32, 32), 0.875), ((24, 40), 0.95)])
 def test_centre_is_resize_then_crop(shape, size, crop):
     """The short side becomes floor(size / crop), the long one follows, rounded down."""
     image = smooth(*shape)
