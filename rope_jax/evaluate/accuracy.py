@@ -73,9 +73,10 @@ def protocols(setup: Setup) -> dict[str, Config]:
 
 
 def planned_rows(setup: Setup) -> list[Row]:
-    """Resolution, protocol and seed of each row that `evaluate_state` returns, in its order."""
+    """Resolution, protocol, data and seed of each row of `evaluate_state`, in its order."""
+    images = {"data": setup.fingerprint[setup.held_out.split]}
     return [
-        {"resolution": list(size), "protocol": how} | label
+        {"resolution": list(size), "protocol": how} | images | label
         for how, config in protocols(setup).items()
         for size in resolutions(config)
         for label in seeds.row_labels(config.all_seeds)
@@ -88,14 +89,13 @@ def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]
     evaluator = dataclasses.replace(
         state_evaluator(setup, state), poll=poll, waiting=signals.waiting
     )
-    labels = seeds.row_labels(setup.config.all_seeds)
-    rows = []
-    for how, config in protocols(setup).items():
-        for size in resolutions(config):
-            scores = evaluator.score(load_split(config, "test", size))
-            own = zip(scores, labels, strict=True)
-            rows += [row | {"protocol": how} | label for row, label in own]
-    return rows
+    scores = [
+        score
+        for config in protocols(setup).values()
+        for size in resolutions(config)
+        for score in evaluator.score(load_split(config, "test", size))
+    ]
+    return [score | row for score, row in zip(scores, planned_rows(setup), strict=True)]
 
 
 def state_evaluator(setup: Setup, state: State) -> Evaluator:

@@ -122,15 +122,18 @@ def _write(path: pathlib.Path, entries: dict[str, Any]) -> None:
     write_file(path, json.dumps(entries, indent=2) + "\n")
 
 
-def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
-    """Whether the results' rows have the wanted resolutions, protocols and seeds, in this order.
+def same_rows(results: dict[str, Any], planned: Sequence[Row]) -> bool:
+    """Whether the results are those of `planned_rows`; earlier versions did not store the data.
 
     >>> results = {"step": 100, "eval": [{"resolution": [8, 8], "protocol": "whole", "top1": 0.5}]}
     >>> same_rows(results, [{"resolution": [8, 8], "protocol": "whole"}])
     True
     """
-    keys = ("resolution", "protocol", "seed")
-    return [{key: row[key] for key in keys if key in row} for row in results["eval"]] == wanted
+    rows = results["eval"]
+    return len(rows) == len(planned) and all(
+        ({"data": plan.get("data")} | row).items() >= plan.items()
+        for row, plan in zip(rows, planned, strict=True)
+    )
 
 
 def results_table(rows: Sequence[Row]) -> str:

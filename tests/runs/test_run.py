@@ -82,7 +82,8 @@ def test_a_run_leaves_its_files(finished):
     assert results["step"] == 24
     assert [row["resolution"] for row in results["eval"]] == [[8, 8], [4, 6]]
     for row in results["eval"]:
-        assert set(row) == {"dataset", "split", "resolution", "top1", "top5", "count", "protocol"}
+        names = {"dataset", "split", "resolution", "top1", "top5", "count", "protocol", "data"}
+        assert set(row) == names
         assert row["count"] == 360
         assert 0 <= row["top1"] <= row["top5"] <= 1
 

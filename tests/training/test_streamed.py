@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import rope_jax
 from rope_jax import data, evaluate
+from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import ConfigError
 from rope_jax.data.packing import prepare as pack
 from rope_jax.data.sources.folder import Folder
 from rope_jax.system.cores import cores
+from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.training import report
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.metrics import read_metrics
@@ -87,6 +90,27 @@ def test_a_run_does_not_resume_on_other_pixels_of_the_same_names(photographs, tm
         file.write_bytes((place / "test" / "class0" / "000.jpg").read_bytes())
     with pytest.raises(ConfigError, match=r"the images of the train split.*override=images"):
         final_state(workdir, **changes)
+
+
+def test_results_on_other_images_are_not_reused(photographs, tmp_path, monkeypatch):
+    place, workdir = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(photographs, place)
+    config = run(workdir, **streamed(place) | {"eval__resolutions": (), "epochs": 0.4})
+    results = lambda: evaluate.read_results(workdir)["eval"]
+    evaluations = lambda: evaluate.read_evaluations(workdir / "evaluations.json")
+    evaluate_command.main([str(workdir)])
+    before = results(), evaluations()
+    for file in place.glob("test/*/*.jpg"):
+        file.write_bytes((place / "train" / "class0" / "003.jpg").read_bytes())
+    evaluate_command.main([str(workdir)])
+    rope_jax.runs.run.train(config, workdir, resume_override=["images"])
+    (old_result,), (old_evaluation,), (result,), (evaluation,) = *before, results(), evaluations()
+    assert evaluation["asked"] == old_evaluation["asked"]
+    assert evaluation["data"] == result["data"] != old_result["data"] == old_evaluation["data"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "score", None)  # equal images are not evaluated again
+        evaluate_command.main([str(workdir)])
+        rope_jax.runs.run.train(config, workdir, resume_override=["images"])
 
 
 def test_bad_files(photographs, tmp_path):
