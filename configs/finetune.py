@@ -8,7 +8,7 @@ the workdir of a run; IMAGES has train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS
 every fifth is a test image. The head starts anew if IMAGES has another number of classes, and
 position tables are resized to `resolution` by their scheme's rule. Each block learns at
 `layer_decay` times the rate of the block above it, so that the first ones hardly move.
-docs/finetuning.md explains what to change.
+docs/own_images.md explains what to change.
 
 Hardware: one GPU. Hours: not measured; they depend on the number of images and, with few CPU cores,
 on the decoding (`--config.data.workers`). Accuracy: it depends on the images. Rate and layer decay

@@ -29,7 +29,7 @@ def test_the_python_of_the_readme_runs(code):
     "code",
     [
         code
-        for page in ("models.md", "finetuning.md", "own_loop.md")
+        for page in ("models.md", "own_images.md", "own_loop.md")
         for code in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
     ],
     ids=["maps", "load", "save", "fine-tune", "loop", "devices"],

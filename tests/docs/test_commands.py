@@ -187,7 +187,7 @@ RUNS = {
 }
 # The run whose weights `save_pretrained` wrote, where a page evaluates them.
 SAVED = {
-    "docs/finetuning.md": "runs/flowers",
+    "docs/own_images.md": "runs/flowers",
     "docs/segmentation.md": "runs/upernet",
     "docs/detection.md": "runs/dino",
     "rope_jax/commands/evaluate.py": "runs/upernet",
