@@ -214,7 +214,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--position", help="scheme of --model; default: the model's own")
     add(
         "--weights",
-        help="of a named --model: .safetensors or .npz file, folder, or hub id; "
+        help="of a named --model: .safetensors, .npz or .pth file, folder, or hub id; "
         "default: fresh weights",
     )
     add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")

@@ -60,12 +60,12 @@ def create_model(
         seed: of the initial weights.
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
-        pretrained: False, or weights: a .safetensors or .npz file, a folder of `save_pretrained`,
-            or a hub id, see `rope_jax.weights.load_pretrained`; in `rope_jax.create_model` the
-            workdir of a run, too. Their position tables are resized by the scheme's rule.
-            `model.preprocessing` then holds the preprocessing that they expect. Weights of a
-            classifier are those of the backbone of a model with a `head`, whose other weights stay
-            new.
+        pretrained: False, or weights: a .safetensors, .npz or PyTorch file, a folder of
+            `save_pretrained`, or a hub id, see `rope_jax.weights.load_pretrained`; in
+            `rope_jax.create_model` the workdir of a run, too. Their position tables are resized by
+            the scheme's rule. `model.preprocessing` then holds the preprocessing that they expect.
+            Weights of a classifier are those of the backbone of a model with a `head`, whose other
+            weights stay new.
         head: of dense prediction, one of `rope_jax.models.heads.list_heads()`, with options if any:
             "upernet(width=512)"; None for a classifier.
         blocks: of an isotropic model, from 0, whose maps the head takes; None for the last one or,
@@ -89,7 +89,7 @@ def create_model(
     """
     if pretrained is True:
         raise ValueError(
-            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
+            "pretrained=True: say which weights: a file, or a hub id such as "
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
     name = os.fspath(name)

@@ -1,7 +1,6 @@
-"""Files of weights: safetensors and npz, from a path, a folder or a hub.
+"""Files of weights: safetensors, npz and PyTorch's own, from a path, a folder or a hub.
 
-Pickles are never loaded, because they can run any program. Names, shapes and dtypes are checked
-from the header before any array is read.
+Nothing in a file is ever run. Names, shapes and dtypes are checked before any array is read.
 """
 
 import contextlib
@@ -18,17 +17,15 @@ from rope_jax.models.description import Description, Preprocessing
 from rope_jax.system.npz import open_npz
 from rope_jax.weights.convert import SOURCES
 from rope_jax.weights.metadata import Metadata
+from rope_jax.weights.torch_files import open_torch
 
-_HUB_FILE = "model.safetensors"
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 # Of paths; a hub id may contain dots, too.
-EXTENSIONS = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".pkl", ".ckpt", ".tar")
+EXTENSIONS = (".safetensors", ".npz", ".npy", ".pkl", *TORCH)
 _METADATA = "rope_jax"  # entry of a file's metadata that describes the model
-_FROM_PICKLE = (
-    "open it with torch.load(..., weights_only=True) and save its tensors with "
-    "safetensors.torch.save_file"
-)
 _INSTALL = "install the extra: pip install 'rope_jax[hub]'"
 
 
@@ -80,7 +77,7 @@ def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile
 
 @contextlib.contextmanager
 def _open_file(path: str) -> Iterator[WeightsFile]:
-    """Opens a .safetensors or .npz file."""
+    """Opens a file by its extension."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"pretrained={path!r}: there is no such file")
     kind = os.path.splitext(path)[1]
@@ -90,10 +87,13 @@ def _open_file(path: str) -> Iterator[WeightsFile]:
     elif kind == ".npz":
         with open_npz(path) as file:
             yield WeightsFile(file.shapes, file.read)
+    elif kind in TORCH:
+        with open_torch(path) as file:
+            yield WeightsFile(file.shapes, file.read)
     else:
         raise ValueError(
-            f"pretrained={path!r}: weights are read from .safetensors and .npz only, because "
-            f"pickles (.pt, .pth, .bin) can run programs: {_FROM_PICKLE}"
+            f"pretrained={path!r}: weights are read from .safetensors, .npz and PyTorch's files "
+            f"({', '.join(TORCH)})"
         )
 
 
@@ -123,10 +123,10 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
 def _find(where: str) -> tuple[str, str | None]:
     """Path of a file, and the owner of the hub repository that it comes from."""
     if os.path.isdir(where):
-        path = os.path.join(where, _HUB_FILE)
+        path = os.path.join(where, _HUB_FILES[0])
         if not os.path.isfile(path):
             raise FileNotFoundError(
-                f"pretrained={where!r} is a folder without {_HUB_FILE}: name one that "
+                f"pretrained={where!r} is a folder without {_HUB_FILES[0]}: name one that "
                 "rope_jax.save_pretrained wrote, or a file; rope_jax.create_model and "
                 "rope_jax.load_checkpoint open the WORKDIR of a run"
             )
@@ -144,19 +144,25 @@ def _download(name: str) -> str:
         raise ImportError(
             f"pretrained={name!r} is a hub id, which needs huggingface_hub: {_INSTALL}"
         ) from error
-    try:
-        return huggingface_hub.hf_hub_download(name, _HUB_FILE)
-    except FileNotFoundError:  # the hub could not be reached
-        raise
-    except (
-        huggingface_hub.utils.EntryNotFoundError,
-        huggingface_hub.utils.RepositoryNotFoundError,
-    ) as error:
-        raise FileNotFoundError(
-            f"pretrained={name!r}: the hub has no such repository, or no {_HUB_FILE} in it. For "
-            f"weights that are published as a pickle only, as naver-ai's are, {_FROM_PICKLE}, and "
-            "pass the path of that file"
-        ) from error
+    for file in _HUB_FILES:
+        try:
+            return huggingface_hub.hf_hub_download(name, file)
+        except FileNotFoundError:  # the hub could not be reached
+            raise
+        except huggingface_hub.utils.EntryNotFoundError:
+            continue
+        except huggingface_hub.utils.GatedRepoError as error:
+            raise PermissionError(
+                f"pretrained={name!r} is a gated repository: accept its terms on the hub's page, "
+                "and log in by `hf auth login` or set HF_TOKEN"
+            ) from error
+        except huggingface_hub.utils.RepositoryNotFoundError as error:
+            raise FileNotFoundError(
+                f"pretrained={name!r}: the hub has no such repository, or it is private"
+            ) from error
+    raise FileNotFoundError(
+        f"pretrained={name!r}: the repository has none of {', '.join(_HUB_FILES)}"
+    )
 
 
 def write_safetensors(
@@ -173,7 +179,7 @@ def write_safetensors(
     library = _safetensors()
     if not path.endswith(".safetensors"):
         os.makedirs(path, exist_ok=True)
-        path = os.path.join(path, _HUB_FILE)
+        path = os.path.join(path, _HUB_FILES[0])
     entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
     temporary = f"{path}.tmp"
     try:

@@ -1,0 +1,324 @@
+"""Files that `torch.save` wrote, read without PyTorch and without running anything from them.
+
+Such a file is a pickle, a program that builds objects, with the numbers of its tensors next to it.
+The reader here knows the instructions and the few functions that a state dict needs, refuses all
+others by name, and maps the numbers instead of copying them.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import pickletools
+import struct
+import zipfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rope_jax.system.files import open_regular
+from rope_jax.system.npz import Npz
+
+_PICKLE_BYTES = 1 << 24  # a state dict of a thousand tensors has a few hundred thousand
+_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
+# Of training files, in this order; a state dict may also be the whole file.
+_WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    """A row of `count` numbers of a dtype that tensors refer to."""
+
+    key: str
+    dtype: np.dtype
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_numbers(self.count)
+        if not isinstance(self.key, str) or not isinstance(self.dtype, np.dtype):
+            raise ValueError("a storage has no dtype, or a key that is no text")
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A view of a storage; offset and strides count numbers."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_numbers(self.offset, *self.shape, *self.strides)
+        steps = zip(self.shape, self.strides, strict=True)
+        last = self.offset + sum((size - 1) * stride for size, stride in steps)
+        if 0 not in self.shape and last >= self.storage.count:
+            raise ValueError(f"a tensor of shape {self.shape} lies outside of its storage")
+
+
+class _Ignored:
+    """In place of an object that weights do not need, such as the arguments of a training."""
+
+    def __init__(self, *arguments: object) -> None:
+        del arguments
+
+
+def _check_numbers(*numbers: Any) -> None:
+    if len(numbers) > 64 or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a size, stride or offset is no natural number")
+
+
+_STORAGES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+_KNOWN = {
+    "collections OrderedDict": lambda: {},
+    "torch Size": lambda sizes: tuple(sizes[:64]),
+    "torch._utils _rebuild_tensor": _Tensor,
+    "torch._utils _rebuild_tensor_v2": lambda *arguments: _Tensor(*arguments[:4]),
+    "torch._utils _rebuild_parameter": lambda data, *_: data,
+    "torch._utils _rebuild_parameter_with_state": lambda data, *_: data,
+    **{f"torch {name}Storage": jnp.dtype(dtype) for name, dtype in _STORAGES.items()},
+    "argparse Namespace": _Ignored,
+    "yacs.config CfgNode": _Ignored,  # of Swin's training files
+    "numpy dtype": _Ignored,
+    **{f"numpy.{core}.multiarray scalar": _Ignored for core in ("core", "_core")},
+    "_codecs encode": _Ignored,  # the bytes of numpy scalars
+}
+
+
+@contextlib.contextmanager
+def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
+    """Opens the state dict in a file of `torch.save`, of today's format (zip) or the older one.
+
+    It may lie in a dictionary under "model", "state_dict", "module", "model_ema" or
+    "state_dict_ema" (the first of these that has tensors), and its names may all begin with
+    "module.". Everything else in the file is ignored.
+
+    Raises:
+        ValueError: it is no regular file, no such file, damaged, or needs what is not known here.
+        OSError: it cannot be read.
+    """
+    path = os.fspath(path)
+    with open_regular(path) as file:
+        with _blame(path):
+            begin = file.read(4)
+            if begin != b"PK\x03\x04" and begin[:1] != b"\x80":
+                raise ValueError(f"it begins with {begin!r}")
+            content, offsets = (_read_legacy if begin[:1] == b"\x80" else _read_zip)(file)
+            tensors = _state_dict(content)
+            numbers = np.memmap(file, np.uint8, "r")
+            for storage in {tensor.storage for tensor in tensors.values()}:
+                if offsets[storage.key] + storage.size > len(numbers):
+                    raise ValueError(f"storage {storage.key} ends after the file")
+
+        def read(name: str) -> np.ndarray:
+            tensor = tensors[name]
+            dtype = tensor.storage.dtype
+            offset = offsets[tensor.storage.key] + tensor.offset * dtype.itemsize
+            strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+            return np.ndarray(tensor.shape, dtype, numbers, offset, strides)
+
+        yield Npz({name: (x.shape, x.storage.dtype) for name, x in tensors.items()}, read)
+
+
+def _read_zip(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
+    """The object of a zip archive, and the offsets of its storages in the file."""
+    with zipfile.ZipFile(file) as archive:
+        members = {member.filename: member for member in archive.infolist()}
+        folders = [name[:-8] for name in members if name.endswith("/data.pkl")]
+        if len(folders) != 1:
+            raise ValueError("the archive has no data.pkl, or several")
+        (folder,) = folders
+
+        def place(name: str) -> int:
+            member = members[folder + name]
+            if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+                raise ValueError(f"{member.filename} is compressed or encrypted")
+            file.seek(member.header_offset)
+            header = struct.unpack("<4s22xHH", file.read(30))
+            return member.header_offset + 30 + header[1] + header[2]
+
+        def read(name: str) -> bytes:
+            file.seek(place(name))
+            return file.read(min(members[folder + name].file_size, _PICKLE_BYTES))
+
+        if folder + "byteorder" in members and read("byteorder") != b"little":
+            raise ValueError("its numbers are big-endian")
+        storages: set[_Storage] = set()
+        content = _build(io.BytesIO(read("data.pkl")), storages)
+        for storage in storages:
+            if members[f"{folder}data/{storage.key}"].file_size < storage.size:
+                raise ValueError(f"storage {storage.key} has fewer than {storage.size} bytes")
+        return content, {storage.key: place(f"data/{storage.key}") for storage in storages}
+
+
+def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
+    """The object of a file of PyTorch before 1.6, and the offsets of its storages."""
+    file.seek(0)
+    pickles = io.BytesIO(file.read(_PICKLE_BYTES))
+    if (_build(pickles), _build(pickles)) != (_LEGACY_MAGIC, _LEGACY_VERSION):
+        raise ValueError("it begins with another object")
+    if not _build(pickles)["little_endian"]:
+        raise ValueError("its numbers are big-endian")
+    storages: set[_Storage] = set()
+    content = _build(pickles, storages)
+    by_key, offsets = {storage.key: storage for storage in storages}, {}
+    keys, position = _build(pickles), pickles.tell()
+    for key in keys:
+        file.seek(position)
+        (count,) = struct.unpack("<q", file.read(8))
+        if count != by_key[key].count:
+            raise ValueError(f"storage {key} has {count} numbers")
+        offsets[key] = position + 8
+        position += 8 + by_key[key].size
+    return content, offsets
+
+
+def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
+    """Builds the object that a pickle describes, and adds its storages to `storages`.
+
+    `pickletools` only splits the pickle into instructions; what they do is written here.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+
+    def pop_to_mark() -> list[Any]:
+        mark = marks.pop()
+        items = stack[mark:]
+        del stack[mark:]
+        return items
+
+    def call(arguments: tuple[Any, ...]) -> None:
+        if len(arguments) > 16:
+            raise ValueError(f"a function has {len(arguments)} arguments")
+        stack.append(stack.pop()(*arguments))
+
+    def set_items(items: list[Any]) -> None:
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str | int):  # hashing of nested tuples has no limit of depth
+                raise ValueError(f"a dictionary has a key of type {type(key).__name__}")
+            if not isinstance(stack[-1], _Ignored):
+                stack[-1][key] = value
+
+    for opcode, value, _ in pickletools.genops(file):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+                stack.append(value)
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINSTRING" | "SHORT_BINSTRING":
+                stack.append(value)
+            case "BINBYTES" | "SHORT_BINBYTES":
+                stack.append(value)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[value] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE":
+                stack.append(tuple(pop_to_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                size = int(opcode.name[-1])
+                stack[-size:] = [tuple(stack[-size:])]
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND":
+                item = stack.pop()
+                stack[-1].append(item)
+            case "APPENDS":
+                items = pop_to_mark()
+                stack[-1].extend(items)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM":
+                item = stack[-2:]
+                del stack[-2:]
+                set_items(item)
+            case "SETITEMS":
+                set_items(pop_to_mark())
+            case "GLOBAL":
+                stack.append(_known(value))
+            case "STACK_GLOBAL":
+                name = stack.pop()
+                stack.append(_known(f"{stack.pop()} {name}"))
+            case "REDUCE" | "NEWOBJ":
+                call(stack.pop())
+            case "BUILD":  # attributes, which nothing here needs
+                stack.pop()
+            case "BINPERSID" if storages is not None:
+                _, dtype, key, _, count, *_ = stack.pop()
+                storages.add(storage := _Storage(key, dtype, count))
+                stack.append(storage)
+            case name:
+                raise ValueError(f"it has the instruction {name}, which no state dict needs")
+    raise ValueError("it has no end")
+
+
+def _known(name: Any) -> Any:
+    """What a global name stands for."""
+    if name not in _KNOWN:
+        raise ValueError(
+            f"it needs {name.replace(' ', '.', 1)[:200]!r}, which no state dict does, and which is "
+            "not run; with PyTorch, load the file if you trust it, and save its state dict alone"
+        )
+    return _KNOWN[name]
+
+
+def _state_dict(content: Any) -> dict[str, _Tensor]:
+    """The tensors of the state dict in an object, by name."""
+    wrapped = map(content.get, _WRAPPERS) if isinstance(content, dict) else ()
+    for entries in (*wrapped, content):
+        if isinstance(entries, dict):
+            tensors = {str(k): v for k, v in entries.items() if isinstance(v, _Tensor)}
+            if tensors:
+                prefix = "module." if all(k.startswith("module.") for k in tensors) else ""
+                return {k.removeprefix(prefix): v for k, v in tensors.items()}
+    raise ValueError("it has no dictionary of tensors")
+
+
+@contextlib.contextmanager
+def _blame(path: str) -> Iterator[None]:
+    """Turns what a damaged file raises into one sentence that names it."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        Warning,  # of pickletools, where warnings are errors
+        struct.error,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(f"{path} cannot be read as a file of torch.save: {error}") from None

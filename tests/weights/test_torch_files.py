@@ -1,0 +1,191 @@
+"""Files of `torch.save`, written by tests/data/torch/make.py; hostile ones, which run nothing."""
+
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.weights import load_pretrained
+from rope_jax.weights.torch_files import open_torch
+
+FOLDER = pathlib.Path(__file__).parents[1] / "data" / "torch"
+DTYPES = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]
+FORMATS = ["", "_legacy", "_protocol4"]
+
+
+def read(path):
+    with open_torch(path) as file:
+        arrays = {name: file.read(name) for name in file.shapes}
+        assert file.shapes == {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    return arrays
+
+
+def counted(*shape, dtype="float32"):
+    return np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tensors_of_every_dtype_and_their_views(form):
+    expected = {name: counted(2, 3, dtype=name) for name in DTYPES} | {
+        "parameter": counted(3),
+        "transposed": counted(3, 4).T,
+        "rows": counted(4, 6)[1:3],
+        "columns": counted(4, 6)[:, ::2],
+        "expanded": counted(3, 1).repeat(2, axis=1),
+        "scalar": np.float32(7),
+        "empty": np.zeros((0, 3), np.float32),
+        "bits": counted(4, dtype="int32").view(np.int16),
+    }
+    arrays = read(FOLDER / f"tensors{form}.pth")
+    assert arrays.keys() == expected.keys()
+    for name, array in arrays.items():
+        assert array.dtype == expected[name].dtype
+        np.testing.assert_array_equal(array, expected[name])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_model_of_a_training_file(form):
+    """The averaged model, optimizer, arguments and NumPy's scalars are not read."""
+    arrays = read(FOLDER / f"training{form}.pth")
+    layers = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"]
+    assert list(arrays) == [*layers, "1.num_batches_tracked"]
+    for number, array in enumerate(arrays.values()):
+        np.testing.assert_array_equal(array, np.full_like(array, number))
+
+
+def test_a_model_takes_the_weights():
+    small = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+    path = FOLDER / "deit.pth"
+    model, expected = (rope_jax.create_model("deit_ti16", **small) for _ in range(2))
+    rope_jax.convert_state_dict(expected, read(path), source="timm")
+    load_pretrained(model, path)
+    again = rope_jax.create_model("deit_ti16", pretrained=str(path), **small)
+    for other in (model, again):
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(expected))
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mknod, (str(self.path),)
+
+
+def archive(content, storage=bytes(24), **options):
+    """A zip archive like PyTorch's with a pickle and one storage."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **options) as zipped:
+        zipped.writestr("archive/data.pkl", content)
+        zipped.writestr("archive/data/0", storage)
+    return file.getvalue()
+
+
+def tensor(shape=(2, 3), strides=(3, 1), offset=0, count=6, key="0"):
+    """A pickle of {"x": tensor}."""
+    number = lambda n: b"J" + n.to_bytes(4, "little", signed=True)
+    numbers = lambda row: b"(" + b"".join(map(number, row)) + b"t"
+    text = lambda s: b"X" + len(s).to_bytes(4, "little") + s.encode()
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
+    storage += number(count) + b"tQ"
+    rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(offset)
+    return b"\x80\x02}" + text("x") + rebuilt + numbers(shape) + numbers(strides) + b"tRs."
+
+
+SIZE = b"ctorch\nSize\n"
+DEEP = 200_000
+HOSTILE = {
+    "function": (lambda m: archive(pickle.dumps({"x": Touch(m)})), "mknod"),
+    "legacy function": (lambda m: pickle.dumps(Touch(m), protocol=2), "mknod"),
+    "attribute": (lambda m: archive(b"\x80\x04\x8c\x02os\x8c\x06system\x93."), r"os\.system"),
+    "builtin": (lambda m: archive(b"cbuiltins\neval\n."), r"builtins\.eval"),
+    "extension": (lambda m: archive(b"\x80\x02\x82\x01."), "EXT1"),
+    "state": (lambda m: archive(b"\x80\x02\x8a\x0aQ."), "long1"),
+    "called value": (lambda m: archive(b"\x80\x02K\x01)R."), "not callable"),
+    "arguments": (lambda m: archive(b"\x80\x02" + SIZE + b"(" + b"N" * 99 + b"tR."), "99 arg"),
+    "deep list": (
+        lambda m: archive(b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."),
+        "tensors",
+    ),
+    "deep key": (lambda m: archive(b"\x80\x02})" + b"\x85" * DEEP + b"Ns."), "key of type tuple"),
+    "no storage": (lambda m: archive(tensor(key="1")), "data/1"),
+    "long storage": (lambda m: archive(tensor(count=7)), "fewer than 28"),
+    "short storage": (lambda m: archive(tensor(count=5)), "outside of its storage"),
+    "offset": (lambda m: archive(tensor(offset=1)), "outside of its storage"),
+    "negative": (lambda m: archive(tensor(strides=(-3, 1))), "natural number"),
+    "strides": (lambda m: archive(tensor(strides=(3, 1, 1))), "longer than"),
+    "compressed": (
+        lambda m: archive(tensor(), compression=zipfile.ZIP_DEFLATED),
+        "compressed",
+    ),
+    "bomb": (
+        lambda m: archive(b"\x80\x02" + b"N" * 10**8, compression=zipfile.ZIP_DEFLATED),
+        "compressed",
+    ),
+    "another archive": (lambda m: npz(), "no data.pkl"),
+    "nothing": (lambda m: b"", "begins with"),
+    "text": (lambda m: b"version https://git-lfs.github.com/spec/v1\n", "begins with b'vers'"),
+    "tensor alone": (lambda m: archive(b"\x80\x02N."), "no dictionary of tensors"),
+}
+
+
+def npz():
+    file = io.BytesIO()
+    np.savez(file, x=np.zeros(3))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_one_error_and_run_nothing(tmp_path, name):
+    make, words = HOSTILE[name]
+    path = tmp_path / "weights.pth"
+    path.write_bytes(make(tmp_path / "marker"))
+    with pytest.raises(ValueError, match=rf"weights\.pth cannot be read as .*{words}") as refusal:
+        read(path)
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_the_hostile_tensor_is_read_without_its_fault(tmp_path):
+    (tmp_path / "weights.pth").write_bytes(archive(tensor(), counted(2, 3).tobytes()))
+    np.testing.assert_array_equal(read(tmp_path / "weights.pth")["x"], counted(2, 3))
+
+
+@pytest.mark.parametrize("name", ["training.pth", "training_legacy.pth"])
+def test_damaged_files_raise_nothing_else(tmp_path, name):
+    content, rng = (FOLDER / name).read_bytes(), np.random.default_rng(0)
+    damaged = [content[:length] for length in range(0, len(content), 97)]
+    for position, value in zip(rng.integers(len(content), size=150), range(0, 300, 2), strict=True):
+        damaged.append(content[:position] + bytes([value % 255]) + content[position + 1 :])
+    refused = 0
+    for attempt in damaged:
+        (tmp_path / name).write_bytes(attempt)
+        try:
+            read(tmp_path / name)
+        except ValueError:
+            refused += 1
+    assert refused > len(damaged) / 3
+
+
+def test_objects_of_other_classes_are_named():
+    with pytest.raises(ValueError, match=r"needs 'torch\.nn\.modules\.linear\.Linear'"):
+        read(FOLDER / "module.pth")
