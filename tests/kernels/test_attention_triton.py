@@ -78,9 +78,9 @@ def outputs(qkv, coords, freqs, bias, cotangent, *, packed=True, pairing="half",
             return attention_qkv(qkv, **terms)
         return attention(*(qkv[..., i, :, :] for i in range(3)), **terms)
 
-    out, pull_back = jax.vjp(run, qkv, freqs, bias)
     if cotangent is None:
-        return {"out": out}
+        return {"out": run(qkv, freqs, bias)}
+    out, pull_back = jax.vjp(run, qkv, freqs, bias)
     return {"out": out} | dict(zip(("qkv", "freqs", "bias"), pull_back(cotangent), strict=True))
 
 
