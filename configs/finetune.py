@@ -3,11 +3,12 @@
     rope_jax train --workdir=runs/flowers \\
         --config=finetune:model=deit3_s16,weights=FILE,path=IMAGES
 
-FILE is a .safetensors or .npz file, a hub id, a folder that `rope_jax.save_pretrained` wrote, or
-the workdir of a run; IMAGES has train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg, of which
-every fifth is a test image. The head starts anew if IMAGES has another number of classes, and
-position tables are resized to `resolution` by their scheme's rule. Each block learns at
-`layer_decay` times the rate of the block above it, so that the first ones hardly move.
+FILE is `released` for the authors' weights, a .safetensors, .npz or .pth file, a hub id, a folder
+that `rope_jax.save_pretrained` wrote, or the workdir of a run; IMAGES has train/CLASS/*.jpg and
+val/CLASS/*.jpg, or CLASS/*.jpg, of which every fifth is a test image. The head starts anew if
+IMAGES has another number of classes, and position tables are resized to `resolution` by their
+scheme's rule. Each block learns at `layer_decay` times the rate of the block above it, so that the
+first ones hardly move.
 docs/own_images.md explains what to change.
 
 Hardware: one GPU. Hours: not measured; they depend on the number of images and, with few CPU cores,
@@ -41,8 +42,8 @@ def get_config(arguments: str | None = None):
     )
     if args.weights is None:
         raise cfg.ConfigError(
-            "recipe argument weights= is missing: the weights to start from, a .safetensors or "
-            ".npz file, a hub id, or the workdir of a run"
+            "recipe argument weights= is missing: the weights to start from, `released` for the "
+            "authors', a file, a hub id, or the workdir of a run"
         )
     config = cfg.default()
     config.seed = args.seed

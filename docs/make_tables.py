@@ -20,7 +20,9 @@ from docs.results import ROOT, newest, origin, read_results
 from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.commands.positions import markdown
+from rope_jax.commands.weights import scores
 from rope_jax.names.text import markdown_table
+from rope_jax.weights import ReleasedWeights, list_weights
 
 FILES = [ROOT / "README.md", ROOT / "kernels/README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -83,7 +85,22 @@ def costs() -> str:
     return markdown_table(["model", "scheme", "parameters", "operations"], rows)
 
 
+def weights() -> str:
+    """The default weights of every model, position and head, and the number of others."""
+    groups: dict[tuple[str, str], list[ReleasedWeights]] = {}
+    for listed in list_weights():
+        model = f"`{listed.model}`" + (f" with head {listed.head}" if listed.head else "")
+        groups.setdefault((model, f"`{listed.position}`"), []).append(listed)
+    header = ["model", "position", "default weights", "published, %", "others"]
+    rows = [
+        [*key, f"`{first.tag}`", scores(first), len(others) or ""]
+        for key, (first, *others) in groups.items()
+    ]
+    return markdown_table(header, [list(map(cell, row)) for row in rows])
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "weights": weights,
     "schemes": markdown,
     "scheme_options": scheme_options,
     "recipe": recipe,

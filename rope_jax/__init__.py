@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers
     from rope_jax.models import list_models
     from rope_jax.positions import list_positions
     from rope_jax.runs.restore import create_model, load_checkpoint
-    from rope_jax.weights import convert_state_dict, save_pretrained
+    from rope_jax.weights import convert_state_dict, list_weights, save_pretrained
     from rope_jax.weights.export import export, load_exported
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ _HOMES = {
     "export": "rope_jax.weights.export",
     "list_models": "rope_jax.models",
     "list_positions": "rope_jax.positions",
+    "list_weights": "rope_jax.weights",
     "load_checkpoint": "rope_jax.runs.restore",
     "load_exported": "rope_jax.weights.export",
     "save_pretrained": "rope_jax.weights",
@@ -42,6 +43,7 @@ __all__ = [
     "export",
     "list_models",
     "list_positions",
+    "list_weights",
     "load_checkpoint",
     "load_exported",
     "save_pretrained",

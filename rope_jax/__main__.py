@@ -24,6 +24,7 @@ COMMANDS = {
     "data verify": ("verify", "main", "list images that cannot be used"),
     "data prepare": ("prepare", "main", "pack resized images for fast reading"),
     "models": ("models", "main", "list the models"),
+    "weights": ("weights", "main", "list the published weights"),
     "positions": ("positions", "main", "list the positional schemes"),
 }
 _HELP = ("-h", "--help", "help")

@@ -217,6 +217,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a named --model: .safetensors, .npz or .pth file, folder, or hub id; "
         "default: fresh weights",
     )
+    add(
+        "--pretrained",
+        nargs="?",
+        const=True,
+        metavar="TAG",
+        help="published weights of --model and --position, or those with a tag: see `rope_jax "
+        "weights`",
+    )
     add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
     add("--head", help="of dense prediction, for --model: upernet(width=512)")
     add("--num_classes", type=Argument(CountOrZero), help="outputs of --model")

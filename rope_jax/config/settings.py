@@ -329,9 +329,9 @@ class Config:
     )
     init_from: str | None = _setting(
         None,
-        "weights to start from, as `pretrained` of create_model takes them: workdir of a run, "
-        ".safetensors, .npz or .pth file, hub id; position tables are resized, a head for another "
-        "number of classes stays new",
+        "weights to start from: released (those of the authors) or released:TAG, workdir of "
+        "a run, .safetensors, .npz or .pth file, hub id; position tables are resized, a head for "
+        "another number of classes stays new",
     )
     log_every: Count = _setting(50, "steps between lines of metrics", resumable=True)
     checkpoint_every: Count = _setting(

@@ -20,7 +20,8 @@ from rope_jax.weights.create import create_model
 # Arguments that belong to a WORKDIR, and to --model.
 _OF_RUNS = ("step",)
 _OF_MODELS = (
-    "position", "weights", "source", "head", "num_classes", "image_size", "options", "dtype",
+    "position", "weights", "pretrained", "source", "head", "num_classes", "image_size", "options",
+    "dtype",
 )  # fmt: skip
 
 
@@ -103,6 +104,8 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         raise ConfigError(
             f"--source={arguments.source} needs --weights: name them, or leave --source out"
         )
+    if None not in (arguments.weights, arguments.pretrained):
+        raise ConfigError("--weights and --pretrained name two weights: leave one out")
     for given in (arguments.model, arguments.weights):
         if given is not None and pathlib.Path(given, "checkpoints").is_dir():
             raise ConfigError(f"{given} is the workdir of a run: name it alone, without --model")
@@ -117,10 +120,15 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
             seed=seed,
             dtype=dtype,
             head=arguments.head,
+            pretrained=False if arguments.pretrained is None else arguments.pretrained,
             **options,
         )
     saved = model.name != arguments.model  # --model names weights
     weights = arguments.model if saved else f"fresh, seed {seed}"
+    if arguments.pretrained is not None:
+        weights = "published"
+        if arguments.pretrained is not True:
+            weights += f", {arguments.pretrained}"
     if saved and arguments.weights is not None:
         raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
     if arguments.weights is not None:

@@ -25,6 +25,7 @@ from rope_jax.weights.files import WeightsFile, open_weights
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.metadata import Metadata
 from rope_jax.weights.own import OWN
+from rope_jax.weights.released import find_weights
 
 
 def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], F]:
@@ -146,15 +147,23 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
 
     Args:
         model: is changed in place.
-        where: anything that `pretrained` of `create_model` takes.
+        where: anything that `pretrained` of `create_model` takes; "released" or "released:TAG" for
+            the published weights of the model.
         data: of the run.
 
     Raises:
         ConfigError: there are no weights, or their names or shapes are another model's.
     """
     tell = lambda message: warn(f"WARNING: {message}")
-    with blame("--config.init_from"), open_weights(_of_run(where)) as file:
-        load_weights(model, file, new_head=True, other_model=tell)
+    kind, _, tag = where.partition(":")
+    with blame("--config.init_from"):
+        if kind == "released":
+            asked = {"position": model.notation, "head": model.head_notation}
+            opened = find_weights(model.name, tag or True, **asked).open()
+        else:
+            opened = open_weights(_of_run(where))
+        with opened as file:
+            load_weights(model, file, new_head=True, other_model=tell)
     expected = model.preprocessing
     if expected is not None and (expected.mean, expected.std) != (data.mean, data.std):
         tell(

@@ -14,6 +14,7 @@ from rope_jax.names import plugins
 from rope_jax.names.registry import UnknownName
 from rope_jax.weights.files import WeightsFile, open_weights
 from rope_jax.weights.load import load_weights
+from rope_jax.weights.released import find_weights, names_released
 
 
 def create_model(
@@ -60,9 +61,11 @@ def create_model(
         seed: of the initial weights.
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
-        pretrained: False, or weights: a .safetensors, .npz or PyTorch file, a folder of
-            `save_pretrained`, or a hub id, see `rope_jax.weights.load_pretrained`; in
-            `rope_jax.create_model` the workdir of a run, too. Their position tables are resized by
+        pretrained: False, or weights: True for the published ones of this model and position, or
+            their tag (`rope_jax.list_weights`), whose options, classes and size are then the
+            defaults; a .safetensors, .npz or PyTorch file, a folder of `save_pretrained`, or a hub
+            id, see `rope_jax.weights.load_pretrained`; in `rope_jax.create_model` the workdir of a
+            run, too. Their position tables are resized by
             the scheme's rule. `model.preprocessing` then holds the preprocessing that they expect.
             Weights of a classifier are those of the backbone of a model with a `head`, whose other
             weights stay new.
@@ -87,19 +90,18 @@ def create_model(
         FileNotFoundError: the weights file does not exist.
         ImportError: a package that reads the weights is not installed.
     """
-    if pretrained is True:
-        raise ValueError(
-            "pretrained=True: say which weights: a file, or a hub id such as "
-            "'timm/deit_tiny_patch16_224.fb_in1k'"
-        )
-    name = os.fspath(name)
+    name, released = os.fspath(name), None
     given = {"position": position, "num_classes": num_classes, "image_size": image_size}
     given |= {"head": head, "blocks": blocks}
     if pretrained is False and names_weights(name):
         pretrained = name
-    opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
+    if names_released(pretrained):
+        released = find_weights(name, pretrained, position=position, head=head)
+        opened = released.open()
+    else:
+        opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
     with opened as file:
-        described = None if file is None else file.description
+        described = None if file is None else (released or file).description
         if name == pretrained:
             if described is None:
                 hint = name_here(name.rpartition("/")[2])

@@ -26,7 +26,7 @@ TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 # Of paths; a hub id may contain dots, too.
 EXTENSIONS = (".safetensors", ".npz", ".npy", ".pkl", *TORCH)
 _METADATA = "rope_jax"  # entry of a file's metadata that describes the model
-_INSTALL = "install the extra: pip install 'rope_jax[hub]'"
+INSTALL = "install the extra: pip install 'rope_jax[hub]'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _download(name: str) -> str:
         import huggingface_hub
     except ImportError as error:
         raise ImportError(
-            f"pretrained={name!r} is a hub id, which needs huggingface_hub: {_INSTALL}"
+            f"pretrained={name!r} is a hub id, which needs huggingface_hub: {INSTALL}"
         ) from error
     for file in _HUB_FILES:
         try:

@@ -34,7 +34,17 @@ from rope_jax import config, create_model, data
 from rope_jax.__main__ import COMMANDS
 from rope_jax.analysis import plots
 from rope_jax.commands import analyse as analysis
-from rope_jax.commands import arguments, compare, cost, models, positions, report, tune, verify
+from rope_jax.commands import (
+    arguments,
+    compare,
+    cost,
+    models,
+    positions,
+    report,
+    tune,
+    verify,
+    weights,
+)
 from rope_jax.commands import evaluate as evaluation
 from rope_jax.commands import export as export_model
 from rope_jax.commands import prepare as packing
@@ -47,7 +57,7 @@ from rope_jax.runs import loading, restore
 from rope_jax.tasks import evaluator, segmentation
 from rope_jax.tasks.seeds import single
 from rope_jax.training.setup import prepare
-from rope_jax.weights import convert, create, load, own
+from rope_jax.weights import convert, create, load, own, released
 from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.links import links_of
 from rope_jax.weights.metadata import Metadata
@@ -254,6 +264,13 @@ def load_pretrained(model, where, *, source):
             load.load_weights(model, file)
 
 
+@contextlib.contextmanager
+def open_released(weights):
+    """Published weights, of which nothing is downloaded."""
+    with open_weights(weights.tag, weights.model, weights.position) as file:
+        yield file
+
+
 class Reached(Exception):
     """A command has begun to compute."""
 
@@ -322,6 +339,7 @@ def run(folder, monkeypatch, capsys):
         (arguments, "cores", lambda: 0),
         (load, "fill", lambda _, plan, read, source, where: convert.refuse(plan.problems, source)),
         (create, "open_weights", lambda _: open_weights(SAVED[page])),
+        (released.ReleasedWeights, "open", open_released),
         (loading, "create_model", shapes),
         (loading, "load_pretrained", load_pretrained),
         (loading, "read_checkpoint", read_checkpoint),
@@ -409,6 +427,7 @@ RUNNERS = {
     "data verify": verify.main,
     "data prepare": prepare_images,
     "models": models.main,
+    "weights": weights.main,
     "positions": positions.main,
     "rope_jax.models.cost": cost.main,
     "rope_jax.config": lambda words: print(config.settings_help()),

@@ -1,0 +1,221 @@
+"""The weights that the authors of the models published: what `pretrained=True` stands for.
+
+`released.json` has a row for each. The first row of a model and position is the default: the one
+that the papers used, where there is one, else the model trained on ImageNet-1k at its own size.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rope_jax.models.description import Description, Preprocessing
+from rope_jax.models.registry import find_model
+from rope_jax.names.notation import parse
+from rope_jax.names.text import image_pair
+from rope_jax.system.files import cache_folder
+from rope_jax.weights.files import EXTENSIONS, INSTALL, WeightsFile, open_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleasedWeights:
+    """Published weights of a model.
+
+    Attributes:
+        model, position: as for `create_model`.
+        tag: name of the hub repository or file; also what follows its first dot.
+        where: hub id, address of the file, or address of a page from which a person gets the file.
+        source: naming convention, see `convert_state_dict`.
+        licence: of the weights.
+        num_classes, image_size: None for the model's own.
+        options: of the model, as the file needs them; "head" is that of dense prediction.
+        preprocessing: what the weights expect of images: that of the paper, where there is one.
+        published: results, each with `top1`, `miou` or `box_ap` in percent, `by` whom it was
+            published, and in most cases the `resolution`.
+        paper_rows: rows of the papers' tables and figures that these weights reproduce.
+        file: name in the cache, of weights that are not on the hub.
+    """
+
+    model: str
+    position: str
+    tag: str
+    where: str
+    source: str
+    licence: str | None
+    num_classes: int | None
+    image_size: int | None
+    options: Mapping[str, Any]
+    preprocessing: Preprocessing
+    published: tuple[Mapping[str, Any], ...]
+    paper_rows: tuple[str, ...]
+    file: str | None = None
+
+    @property
+    def head(self) -> str | None:
+        """The name of the head of dense prediction; None for a classifier."""
+        return self.options.get("head")
+
+    @property
+    def description(self) -> Description:
+        """The arguments of `create_model` for these weights."""
+        model = find_model(self.model)
+        return Description(
+            self.model,
+            self.position,
+            model.num_classes if self.num_classes is None else self.num_classes,
+            image_pair(self.image_size or model.image_size),
+            {name: value for name, value in self.options.items() if name != "head"},
+            self.preprocessing,
+            head=self.head,
+        )
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[WeightsFile]:
+        """Opens the file, which is downloaded into the cache if it is not there.
+
+        Raises:
+            FileNotFoundError: it cannot be downloaded; the message says what to do.
+            ImportError: the package that downloads it is not installed.
+            ValueError: it is not a file of weights.
+        """
+        with open_weights(self._fetch()) as file:
+            yield dataclasses.replace(
+                file, source=self.source, preprocessing=self.preprocessing, where=self.tag
+            )
+
+    def _fetch(self) -> str:
+        """A hub id, or the path of the file in the cache."""
+        if self.file is None:
+            return self.where
+        folder = cache_folder() / "weights"
+        if found := sorted(folder.glob(self.file)):
+            return str(found[0])
+        if not self.where.endswith(self.file):
+            raise FileNotFoundError(
+                f"{self.tag}: get {self.file} from {self.where} and save it in {folder}"
+            )
+        return _download(self.where, folder, self.file)
+
+
+def _download(url: str, folder: pathlib.Path, name: str) -> str:
+    try:
+        import pooch
+    except ImportError as error:
+        raise ImportError(f"{url} is downloaded by pooch: {INSTALL}") from error
+    try:
+        return pooch.retrieve(url, known_hash=None, fname=name, path=folder, progressbar=True)
+    except OSError as error:  # and all of requests' errors
+        raise FileNotFoundError(
+            f"{url} cannot be downloaded ({type(error).__name__}): try again, or save the file as "
+            f"{folder / name}"
+        ) from error
+
+
+@functools.cache
+def _released() -> tuple[ReleasedWeights, ...]:
+    text = pathlib.Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    return tuple(
+        ReleasedWeights(
+            **row
+            | {
+                "options": {name: _as_tuple(value) for name, value in row["options"].items()},
+                "preprocessing": Preprocessing(**{k: _as_tuple(v) for k, v in how.items()}),
+                "published": tuple(row["published"]),
+                "paper_rows": tuple(row["paper_rows"]),
+            }
+        )
+        for row in json.loads(text)
+        for how in [row["preprocessing"]]
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def list_weights(
+    pattern: str = "*", *, position: str | None = None, paper: str | None = None
+) -> list[ReleasedWeights]:
+    """The published weights, those that `pretrained=True` takes first.
+
+    >>> [weights.tag for weights in list_weights("deit3_s16", position="rope_mixed")]
+    ['naver_in1k', 'rope_mixed_deit_small_patch16_LS']
+
+    Args:
+        pattern: of the names of models, with *, ? and [...].
+        position: of the models.
+        paper: "heo", "thesis", ...: those that serve rows of its tables or figures.
+
+    Returns:
+        `ReleasedWeights`, each with `model`, `position`, `tag`, `where`, `licence`, `published`
+        results in percent, `paper_rows`, `options`, `preprocessing`, and `open()`.
+    """
+    return [
+        weights
+        for weights in _released()
+        if fnmatch.fnmatchcase(weights.model, pattern)
+        and (position is None or parse(weights.position, "position") == parse(position, "position"))
+        and (paper is None or any(row.startswith(f"{paper}/") for row in weights.paper_rows))
+    ]
+
+
+def find_weights(
+    model: str, tag: str | bool, *, position: str | None = None, head: str | None = None
+) -> ReleasedWeights:
+    """The published weights of a model.
+
+    >>> find_weights("deit3_s16", True, position="rope_mixed").where
+    'timm/vit_small_patch16_rope_mixed_224.naver_in1k'
+
+    Args:
+        model: its name.
+        tag: of the weights; True for the default.
+        position: of the model; None for any with that tag, or the model's default.
+        head: of dense prediction, with options if any: weights of a classifier where there are none
+            with it; None for weights of a classifier, or with a tag for any.
+
+    Raises:
+        ValueError: there are none; the message names those that there are.
+    """
+    default = find_model(model).position
+    if position is None and tag is True:
+        position = default
+    weights = list_weights(model, position=position)
+    name = None if head is None else parse(head, "head")[0].name
+    if tag is True:
+        fitting = [w for w in weights if w.head in (name, None)]
+    else:
+        fitting = [w for w in weights if tag in (w.tag, w.tag.partition(".")[2])]
+    fitting = [w for w in fitting if w.head == name] or fitting
+    if not fitting:
+        raise ValueError(_none_found(model, tag, position, weights))
+    return fitting[0]
+
+
+def _none_found(
+    model: str, tag: str | bool, position: str | None, weights: Sequence[ReleasedWeights]
+) -> str:
+    """A message about what there is instead."""
+    if not list_weights(model):
+        return f"pretrained={tag!r}: no weights of {model} are public"
+    if not weights:
+        positions = ", ".join(dict.fromkeys(w.position for w in list_weights(model)))
+        return (
+            f"pretrained={tag!r}: no weights of {model} with position={position!r} are public; "
+            f"there are some with {positions}"
+        )
+    tags = ", ".join(w.tag for w in weights)
+    return f"pretrained={tag!r}: {model} has no weights of that name; there are {tags}"
+
+
+def names_released(pretrained: object) -> bool:
+    """Whether `pretrained` of `create_model` is True or a tag, and not a path or a hub id."""
+    if not isinstance(pretrained, str):
+        return pretrained is True
+    is_path = os.path.exists(pretrained) or "/" in pretrained
+    return not is_path and os.path.splitext(pretrained)[1] not in EXTENSIONS

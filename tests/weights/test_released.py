@@ -1,0 +1,211 @@
+"""The list of published weights, `pretrained=True`, and downloads from a server on this machine."""
+
+import collections
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.commands import weights as command
+from rope_jax.commands.arguments import add_model_arguments, command_parser
+from rope_jax.config import ConfigError
+from rope_jax.config.settings import DataConfig
+from rope_jax.runs.loading import load_model
+from rope_jax.runs.restore import start_from
+from rope_jax.weights import list_weights
+from rope_jax.weights.convert import SOURCES
+from rope_jax.weights.released import find_weights
+from tests.models.small import some_slow
+from tests.refusals import refused
+from tests.weights.hub import serve
+
+FILE = pathlib.Path(__file__).parents[1] / "data" / "torch" / "deit.pth"
+SMALL = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+TAG = "deit_tiny_patch16_224-a1311bcf"
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The cache with a small model in place of DeiT-Ti of Meta."""
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
+    (tmp_path / "weights").mkdir()
+    shutil.copy(FILE, tmp_path / "weights" / f"{TAG}.pth")
+    return rope_jax.create_model("deit_ti16", pretrained=str(FILE), **SMALL)
+
+
+def assert_same(model, expected):
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
+
+
+def test_rows_name_each_file_once():
+    rows = list_weights()
+    places = collections.Counter((w.where, w.file) for w in rows)
+    assert max(places.values()) == 1
+    assert all(w.source in SOURCES and w.licence for w in rows)
+    tags = collections.Counter((w.model, w.position, w.tag) for w in rows)
+    assert max(tags.values()) == 1
+    assert all(w.file is None or w.file == os.path.basename(w.file) for w in rows)
+
+
+MODELS = {
+    f"{w.model}-{w.position}-{w.image_size}-{sorted(w.options.items())}": w for w in list_weights()
+}
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(MODELS, [name for name in MODELS if name.startswith("deit3_s16-rope")])
+)
+def test_every_row_describes_a_model(name):
+    weights = MODELS[name]
+    about = weights.description
+    model = nnx.eval_shape(
+        lambda: rope_jax.create_model(
+            about.name,
+            position=about.position,
+            num_classes=about.num_classes,
+            image_size=about.image_size,
+            head=about.head,
+            **about.options,
+        )
+    )
+    assert model.notation == weights.position
+
+
+def test_heos_models_are_listed_and_come_first():
+    sums = ("ape", "rope2d", "rope_mixed", "rope2d+ape", "rope_mixed+ape")
+    for size in "sbl":
+        for position in sums:
+            first = find_weights(f"deit3_{size}16", True, position=position)
+            assert "naver" in first.where
+            assert first.preprocessing.crop == 1.0
+            assert first.published[0]["by"] == "authors' README"
+    for size in "tsb":
+        for position in ("rope2d(base=50)", "rope_mixed"):
+            assert "naver" in find_weights(f"swin_{size}", True, position=position).where
+    assert {w.model for w in list_weights(paper="thesis")} >= {"nat_mini", "dinat_base", "swin_t"}
+
+
+def test_a_tag_or_true_names_the_weights(cached):
+    small = SMALL | {"num_classes": None}
+    assert_same(rope_jax.create_model("deit_ti16", pretrained=TAG, **SMALL), cached)
+    weights = find_weights("deit_ti16", "fb_in1k")
+    assert weights.where == "timm/deit_tiny_patch16_224.fb_in1k"
+    assert find_weights("swin_t", "dino_swin_tiny_224_4scale_12ep").head == "dino"
+    assert find_weights("swin_t", True, head="upernet").head is None
+    with pytest.raises(ValueError, match="1000"):
+        rope_jax.create_model("deit_ti16", pretrained=TAG, **small)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        ("deit3_s16", {"position": "rpb"}, "position='rpb'.*; there are some with ape, rope2d"),
+        ("cat_5", {}, "no weights of cat_5 are public"),
+        ("deit_ti16", {"pretrained": "fb_in2k"}, "'fb_in2k'.*; there are .*fb_in1k"),
+    ],
+)
+def test_what_is_not_published_names_what_is(model, settings, words):
+    with pytest.raises(ValueError, match=words):
+        rope_jax.create_model(model, **{"pretrained": True} | settings)
+
+
+def test_a_file_behind_a_page_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"get ceit_tiny.*\.pth from https://drive.*save"):
+        rope_jax.create_model("ceit_t", pretrained=True)
+
+
+def test_training_and_commands_start_from_them(cached, capsys):
+    model = rope_jax.create_model("deit_ti16", seed=1, **SMALL)
+    start_from(model, f"released:{TAG}", DataConfig())
+    assert_same(model, cached)
+    parser = command_parser("rope_jax.evaluate", None)
+    add_model_arguments(parser)
+    options = ["--options=width=4,heads=1,depth=1", "--image_size=32", "--num_classes=2"]
+    words = ["--model=deit_ti16", f"--pretrained={TAG}", *options]
+    loaded = load_model(parser.parse_args(words))
+    assert_same(loaded.model, cached)
+    assert loaded.weights == f"published, {TAG}"
+    with pytest.raises(ConfigError, match="--weights and --pretrained"):
+        load_model(parser.parse_args([*words, f"--weights={FILE}"]))
+
+
+def test_the_command_lists_them(capsys):
+    command.main(["deit3_s16", "--position=rope_mixed", "--paper=heo"])
+    table = capsys.readouterr().out
+    assert "80.9, 384: 81.8 (authors' README), 224: 81.252 (timm" in table
+    assert "naver-ai/rope_mixed_deit_small_patch16_LS" in table
+    with refused(capsys, "no weights are published"):
+        command.main(["deit5*"])
+
+
+def test_files_are_downloaded_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder = tmp_path / "files" / "owner" / "name"
+    folder.mkdir(parents=True)
+    shutil.copy(FILE, folder)
+    with serve(tmp_path / "files") as url:
+        files = f"{url}/owner/name/resolve/main"
+        known = find_weights("deit_ti16", TAG)
+        weights = dataclasses.replace(known, where=f"{files}/deit.pth", file="deit.pth")
+        for _ in range(2):
+            with weights.open() as file:
+                assert file.shapes["head.bias"][0] == (2,)
+            shutil.rmtree(folder)
+            folder.mkdir()
+        missing = dataclasses.replace(weights, where=f"{files}/x.pth", file="x.pth")
+        with pytest.raises(FileNotFoundError, match=r"x\.pth cannot be downloaded \(HTTPError\)"):
+            missing.open().__enter__()
+
+
+CLIENT = """
+import sys
+import numpy as np
+import rope_jax
+
+small = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+expected = rope_jax.create_model("deit_ti16", pretrained=sys.argv[1], **small)
+for where in ("timm/deit_tiny_patch16_224.fb_in1k", "fb_in1k", True):
+    model = rope_jax.create_model("deit_ti16", pretrained=where, **small)
+    np.testing.assert_array_equal(model.head.bias[...], expected.head.bias[...])
+    assert model.preprocessing.crop == 0.9, model.preprocessing
+for where in ("owner/gated", "owner/none", "owner/empty"):
+    try:
+        rope_jax.create_model("deit_ti16", pretrained=where, **small)
+    except (FileNotFoundError, PermissionError) as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.process
+def test_the_client_of_the_hub_finds_what_is_there(tmp_path):
+    hub = tmp_path / "hub"
+    for name in ("timm/deit_tiny_patch16_224.fb_in1k", "owner/gated", "owner/empty"):
+        (hub / name).mkdir(parents=True)
+    shutil.copy(FILE, hub / "timm" / "deit_tiny_patch16_224.fb_in1k" / "pytorch_model.bin")
+    (hub / "owner" / "gated" / "gated").touch()
+    with serve(hub) as url:
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT, str(FILE)],
+            env=os.environ
+            | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    gated, none, empty = [line for line in done.stdout.splitlines() if "Error" in line]
+    assert "PermissionError" in gated
+    assert "'owner/gated' is a gated repository: accept its terms" in gated
+    assert "the hub has no such repository" in none
+    assert "none of model.safetensors, pytorch_model.bin" in empty
