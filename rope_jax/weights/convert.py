@@ -73,8 +73,6 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
 WHOLE = (OWN, "mmseg", "segmenter", "detectron2", "vit_adapter", "detrex", "mask2former")
 """Sources that name a model with its head of dense prediction, too; others name classifiers."""
 
-_ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
-
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 Grids = Mapping[str, Grid]
 
@@ -134,10 +132,11 @@ def fill(
             weight is not finite; the model is not changed.
     """
     read, problems = functools.lru_cache(2)(read), list(plan.problems)  # layers follow each other
+    drift = name_table(model, source).drift
     for key, want in plan.frozen.items():
         array = read(key)
         precision = float(jnp.finfo(array.dtype).eps)
-        if not np.allclose(array, want, rtol=precision, atol=_ROUNDING):
+        if not np.allclose(array, want, rtol=precision, atol=drift):
             problems.append(
                 f"{key} is computed here, and is not what the file holds: create the model with "
                 "the position that these weights were trained with"

@@ -14,7 +14,7 @@ from rope_jax.names import plugins
 from rope_jax.names.registry import UnknownName
 from rope_jax.weights.files import WeightsFile, open_weights
 from rope_jax.weights.load import load_weights
-from rope_jax.weights.released import find_weights, names_released
+from rope_jax.weights.released import find_weights, listed_file, names_released
 
 
 def create_model(
@@ -63,12 +63,12 @@ def create_model(
             jax_enable_x64).
         pretrained: False, or weights: True for the published ones of this model and position, or
             their tag (`rope_jax.list_weights`), whose options, classes and size are then the
-            defaults; a .safetensors, .npz or PyTorch file, a folder of `save_pretrained`, or a hub
-            id, see `rope_jax.weights.load_pretrained`; in `rope_jax.create_model` the workdir of a
-            run, too. Their position tables are resized by
-            the scheme's rule. `model.preprocessing` then holds the preprocessing that they expect.
-            Weights of a classifier are those of the backbone of a model with a `head`, whose other
-            weights stay new.
+            defaults, as with a hub id or the name of a file in that list; a .safetensors, .npz or
+            PyTorch file, a folder of `save_pretrained`, or a hub id, see
+            `rope_jax.weights.load_pretrained`; in `rope_jax.create_model` the workdir of a run,
+            too. Their position tables are resized by the scheme's rule. `model.preprocessing` then
+            holds the preprocessing that they expect. Weights of a classifier are those of the
+            backbone of a model with a `head`, whose other weights stay new.
         head: of dense prediction, one of `rope_jax.models.heads.list_heads()`, with options if any:
             "upernet(width=512)"; None for a classifier.
         blocks: of an isotropic model, from 0, whose maps the head takes; None for the last one or,
@@ -90,18 +90,21 @@ def create_model(
         FileNotFoundError: the weights file does not exist.
         ImportError: a package that reads the weights is not installed.
     """
-    name, released = os.fspath(name), None
+    name = os.fspath(name)
     given = {"position": position, "num_classes": num_classes, "image_size": image_size}
     given |= {"head": head, "blocks": blocks}
     if pretrained is False and names_weights(name):
         pretrained = name
+    listed = None if pretrained is False else listed_file(name, pretrained)
     if names_released(pretrained):
-        released = find_weights(name, pretrained, position=position, head=head)
-        opened = released.open()
+        listed = find_weights(name, pretrained, position=position, head=head)
+        opened = listed.open()
     else:
         opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
     with opened as file:
-        described = None if file is None else (released or file).description
+        described = None if file is None else file.description
+        if listed is not None and described is None:
+            described, file = listed.description, listed.complete(file)
         if name == pretrained:
             if described is None:
                 hint = name_here(name.rpartition("/")[2])

@@ -174,7 +174,9 @@ def cct(model: nnx.Module) -> Table:
 def t2t(model: nnx.Module) -> Table:
     """yitu-opensource/T2T-ViT; sinusoids are stored in its files.
 
-    Those published first need `logit_scale="width"`, which the files do not show.
+    These are moving averages with a decay of 0.99996: over 780,000 steps in float32, that of a
+    constant drifts by 1.3e-4. Those published first need `logit_scale="width"`, which the files do
+    not show.
     """
     ours, theirs = "patch_embed.attention{n}", "tokens_to_token.attention{n}"
     rows: list[Row] = [(f"{ours}.w", f"{theirs}.w", SAME)]
@@ -190,7 +192,7 @@ def t2t(model: nnx.Module) -> Table:
         *isotropic(),
     ]
     frozen = (("pos_embed", _sinusoids),)
-    return Table(rows, preprocessing=Preprocessing(crop=0.9), frozen=frozen)
+    return Table(rows, preprocessing=Preprocessing(crop=0.9), frozen=frozen, drift=3e-4)
 
 
 def ceit(model: nnx.Module) -> Table:

@@ -88,6 +88,14 @@ class ReleasedWeights:
                 file, source=self.source, preprocessing=self.preprocessing, where=self.tag
             )
 
+    def complete(self, file: WeightsFile) -> WeightsFile:
+        """This file, with what it does not say itself."""
+        return dataclasses.replace(
+            file,
+            source=file.source or self.source,
+            preprocessing=file.preprocessing or self.preprocessing,
+        )
+
     def _fetch(self) -> str:
         """A hub id, or the path of the file in the cache."""
         if self.file is None:
@@ -211,6 +219,19 @@ def _none_found(
         )
     tags = ", ".join(w.tag for w in weights)
     return f"pretrained={tag!r}: {model} has no weights of that name; there are {tags}"
+
+
+def listed_file(model: str, where: Any) -> ReleasedWeights | None:
+    """The published weights of a model that a hub id, or the name of a file, names; None if none.
+
+    >>> listed_file("deit_b16", "downloads/deit_base_patch16_384-8de9b5d1.pth").image_size
+    384
+    """
+    if not isinstance(where, str | os.PathLike):
+        return None
+    where = os.fspath(where)
+    names = (where, os.path.basename(where))
+    return next((w for w in _released() if w.model == model and {w.where, w.file} & {*names}), None)
 
 
 def names_released(pretrained: object) -> bool:

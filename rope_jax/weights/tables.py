@@ -30,7 +30,9 @@ class Table:
         dropped: names of tensors that follow from others and are ignored.
         frozen: names of tensors that the model computes instead of storing them, each with a
             function of the model, the name's numbers and the tensor's shape. It returns the
-            expected tensor, up to the rounding of float32, or None if there is none.
+            expected tensor, or None if there is none.
+        drift: of a stored one from it: of a sinusoid whose angle was rounded to float32, at the
+            200th token.
         zeros: names of tensors that a file may lack; their parameters become 0.
     """
 
@@ -40,6 +42,7 @@ class Table:
     dropped: tuple[str, ...] = ()
     frozen: tuple[tuple[str, Frozen], ...] = ()
     zeros: tuple[str, ...] = ()
+    drift: float = 2e-5
 
 
 def match_name(template: str, name: str) -> dict[str, int] | None:

@@ -94,6 +94,11 @@ def test_official_files_hold_the_sinusoids_that_are_computed_here():
     model = small(image_size=64)
     state_dict = export_state_dict(model, source="t2t")
     table = sinusoids(17, 16)[None].astype(np.float32)
-    rope_jax.convert_state_dict(model, state_dict | {"pos_embed": table}, source="t2t")
-    with pytest.raises(ValueError, match="pos_embed is computed here, and is not what the file"):
-        rope_jax.convert_state_dict(model, state_dict | {"pos_embed": table[:, ::-1]}, source="t2t")
+    convert = lambda table: rope_jax.convert_state_dict(
+        model, state_dict | {"pos_embed": table}, source="t2t"
+    )
+    convert(table)
+    convert(table * (1 + np.float32(1.3e-4)))  # an average of 780,000 steps
+    for other in (table[:, ::-1], table + 1e-3):
+        with pytest.raises(ValueError, match="pos_embed is computed here, and is not what the"):
+            convert(other)

@@ -104,6 +104,16 @@ def test_a_tag_or_true_names_the_weights(cached):
         rope_jax.create_model("deit_ti16", pretrained=TAG, **small)
 
 
+def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
+    path = shutil.copy(FILE, tmp_path / "deit_base_patch16_384-8de9b5d1.pth")
+    small = {name: SMALL[name] for name in ("width", "heads", "depth", "num_classes")}
+    model = rope_jax.create_model("deit_b16", pretrained=path, **small)
+    assert (model.image_size, model.preprocessing.crop) == ((384, 384), 0.875)
+    path = shutil.copy(FILE, tmp_path / "mine.pth")
+    model = rope_jax.create_model("deit_b16", pretrained=path, **small)
+    assert model.image_size == (224, 224)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
