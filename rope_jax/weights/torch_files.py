@@ -103,6 +103,11 @@ _KNOWN = {
 }
 
 
+# Instructions whose argument is a value.
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINBYTES", "SHORT_BINBYTES"}
+_VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "BINSTRING", "SHORT_BINSTRING"}
+
+
 @contextlib.contextmanager
 def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
     """Opens the state dict in a file of `torch.save`, of today's format (zip) or the older one.
@@ -226,11 +231,7 @@ def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
                 return stack.pop()
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
-                stack.append(value)
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINSTRING" | "SHORT_BINSTRING":
-                stack.append(value)
-            case "BINBYTES" | "SHORT_BINBYTES":
+            case name if name in _VALUES:
                 stack.append(value)
             case "BINPUT" | "LONG_BINPUT":
                 memo[value] = stack[-1]

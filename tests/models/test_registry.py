@@ -250,11 +250,6 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ("vit_s16", {"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn is not available"),
         (
             "vit_s16",
-            {"pretrained": True},
-            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id",
-        ),
-        (
-            "vit_s16",
             {"position": 3},
             "position must be the text of a scheme",
         ),
