@@ -16,7 +16,7 @@ from rope_jax.analysis.attention import (
 from rope_jax.models.attention import _spread
 from rope_jax.models.blocks import list_blocks
 from rope_jax_kernels import rotate
-from tests.models.small import filled, pictures, small_model
+from tests.models.small import fill, pictures, small_model
 
 
 def layer_of(weights, grid, prefix=0, head_dim=4):
@@ -45,7 +45,7 @@ def small_hierarchy(name, size, **options):
     make = lambda: rope_jax.create_model(
         name, position="none", image_size=size, num_classes=2, **options
     )
-    return even(filled(nnx.eval_shape(make)))
+    return even(fill(nnx.eval_shape(make)))
 
 
 def test_attention_to_the_neighbour_has_distance_one_and_no_entropy():

@@ -18,7 +18,7 @@ from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering
-from tests.kernels.test_dispatch import chosen, mesh_of
+from tests.kernels.test_dispatch import abstract_mesh, chosen
 
 KINDS = (H200, A100, L4, T4)
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
@@ -83,7 +83,7 @@ def test_cudnn_trains_at_the_numbers_of_tokens_of_models(kind, name, biased, gpu
 @pytest.mark.parametrize("name", LAYERS)
 def test_whatever_serves_a_layer_trains(name, gpus):
     """Each by its name, on an H200; the others' defaults are above."""
-    with jax.sharding.use_abstract_mesh(mesh_of()):
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
         _, reasons = chosen(LAYERS[name], "bfloat16")
     for implementation in (name for name, reason in reasons.items() if reason == "ok"):
         compiled(LAYERS[name], implementation, gpus[0])

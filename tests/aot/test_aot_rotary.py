@@ -12,13 +12,13 @@ from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes
 from tests.aot.layers import rotation_shapes
 from tests.aot.program import TARGETS, budget
-from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, served_by
+from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, serves
 
 SHAPES = jax.ShapeDtypeStruct
 KERNELS = pytest.mark.parametrize("implementation", TARGETS)
 SERVED = pytest.mark.parametrize(
     ("implementation", "case"),
-    [(name, case) for name in TARGETS for case in MODEL_CASES + CASES if served_by(name, case)],
+    [(name, case) for name in TARGETS for case in MODEL_CASES + CASES if serves(name, case)],
     ids=str,
 )
 

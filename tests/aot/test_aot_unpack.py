@@ -12,12 +12,12 @@ from rope_jax_kernels import Global, Rotation, attention_qkv
 from rope_jax_kernels.rotary import unpack_and_rotate
 from tests.aot.layers import rotation_shapes
 from tests.aot.program import compile_ahead, launches
-from tests.kernels.rotary_cases import CASES, MODEL_CASES, of_layer
+from tests.kernels.rotary_cases import CASES, MODEL_CASES, layer_case
 
 SHAPES = jax.ShapeDtypeStruct
 MODEL_CASES = [
     *MODEL_CASES,
-    of_layer("vit_s", 128),
+    layer_case("vit_s", 128),
 ]
 
 

@@ -11,7 +11,7 @@ from rope_jax.config import ConfigError
 from rope_jax.tasks import seeds
 from rope_jax.training.setup import initial_state, load_split, prepare
 from rope_jax.training.signals import Signals
-from tests.models.small import filled
+from tests.models.small import fill
 from tests.training.recipe import tiny
 
 SWIN = {
@@ -44,7 +44,7 @@ UNSCALED = {
 )
 def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
     setup, model = prepare(tiny(seeds=count, **SWIN | changes))
-    state = initial_state(setup, filled(model))
+    state = initial_state(setup, fill(model))
     rows = evaluate.evaluate_state(setup, state, signals=Signals())
     assert [row["resolution"] for row in rows] == [[32, 32]] * count + [[64, 64]] * count
     assert all("; windows of 1/32 of the image; " in row["protocol"] for row in rows)

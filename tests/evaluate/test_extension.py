@@ -14,7 +14,7 @@ from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import ConfigError
 from rope_jax.models import attention as attention_module
 from rope_jax_kernels import attention_qkv
-from tests.models.small import filled
+from tests.models.small import fill
 from tests.refusals import refused
 from tests.small_run import save_run
 
@@ -23,7 +23,7 @@ SIZES = ((8, 8), (12, 16), (4, 8))
 
 
 def vit(position, **changes):
-    return filled(rope_jax.create_model("vit_digits", position=position, **SMALL | changes))
+    return fill(rope_jax.create_model("vit_digits", position=position, **SMALL | changes))
 
 
 @functools.cache

@@ -20,10 +20,7 @@ ALL = cases.CASES + cases.MODEL_CASES + HEAD_DIMS
 def both(some):
     """The cases with each implementation that is meant for them."""
     pairs = [
-        (name, case)
-        for name in ("triton", "mosaic")
-        for case in some
-        if cases.served_by(name, case)
+        (name, case) for name in ("triton", "mosaic") for case in some if cases.serves(name, case)
     ]
     return pytest.mark.parametrize(("implementation", "case"), pairs, ids=str)
 

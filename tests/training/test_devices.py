@@ -141,11 +141,11 @@ from rope_jax.system.sharding import make_mesh, put_batch, use_mesh
 from rope_jax.tasks import TASKS
 from rope_jax.training.trees import named_leaves
 from tests.models.heads.test_dino import CLASSES, HEAD, VIT
-from tests.models.small import filled
+from tests.models.small import fill
 
 jax.config.update("jax_disable_most_optimizations", True)
 make = lambda: rope_jax.create_model("deit_ti16", head=HEAD, num_classes=CLASSES, **VIT)
-graph, params, rest = nnx.split(filled(nnx.eval_shape(make)), nnx.Param, ...)
+graph, params, rest = nnx.split(fill(nnx.eval_shape(make)), nnx.Param, ...)
 rng, counts, config = np.random.default_rng(0), (4, 2, 1, 0), resolve({})
 corners = rng.uniform((0, 0, 20, 16), (20, 16, 40, 28), (4, 4, 4)).astype(np.float32)
 label = rng.integers(0, CLASSES, (4, 4)).astype(np.int32)
