@@ -18,7 +18,7 @@ from rope_jax.models import list_models
 from rope_jax.names import plugins
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 
@@ -130,7 +130,7 @@ def test_runs_of_dense_prediction_are_compared_by_their_score(
     assert [second, "-", "50.0"] in page.rows
     assert ["a", "scenes", "64x64", *further, "as it is"] in page.rows
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
-    with refused(capsys, f"by {name} and .* by top-1 accuracy: compare runs of"):
+    with expect_refusal(capsys, f"by {name} and .* by top-1 accuracy: compare runs of"):
         report.main([str(a), str(c)])
 
 
@@ -213,7 +213,7 @@ def test_a_run_counts_once_and_damaged_or_unfinished_ones_are_refused(tmp_path, 
         ([damaged], rf"report: {damaged}/config\.json holds .* \(sead is not a setting"),
         ([tmp_path / "nothing"], "nothing does not exist; complete its run first"),
     ):
-        with refused(capsys, message):
+        with expect_refusal(capsys, message):
             report.main(list(map(str, given)))
 
 

@@ -12,7 +12,7 @@ from rope_jax.commands.analyse import main
 from rope_jax.runs.loading import load_run
 from rope_jax.training.setup import load_split
 from rope_jax_kernels import Choices
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
@@ -126,7 +126,7 @@ def test_positions_and_costs(command, capsys):
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path, capsys):
-    with refused(capsys, f"^rope_jax.analysis: .*{message}"):
+    with expect_refusal(capsys, f"^rope_jax.analysis: .*{message}"):
         main([*arguments, f"--out={tmp_path}"])
 
 

@@ -19,7 +19,7 @@ from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import TASKS
 from rope_jax.weights import Preprocessing, save_pretrained
 from rope_jax_kernels.tuning import choices
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 SMALL = {"depth": 1, "width": 24, "heads": 2, "patch_size": 4}
@@ -134,7 +134,9 @@ def test_no_row_is_written_into_a_folder_that_was_exchanged(tmp_path, monkeypatc
         return [{"dataset": "digits", "resolution": [8, 8], "count": 1, "top1": 1.0}]
 
     monkeypatch.setattr(evaluate.Evaluator, "score", score)
-    with refused(capsys, f"{workdir} was moved or exchanged during the evaluation", status=1):
+    with expect_refusal(
+        capsys, f"{workdir} was moved or exchanged during the evaluation", status=1
+    ):
         command_module.main([str(workdir)])
     assert not list(workdir.iterdir())
 
@@ -142,7 +144,7 @@ def test_no_row_is_written_into_a_folder_that_was_exchanged(tmp_path, monkeypatc
 def test_a_file_or_folder_of_another_kind_stays(command, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     for name in ("notes.txt", "set"):
-        with refused(capsys, rf"{name} is .*\[--out\]"):
+        with expect_refusal(capsys, rf"{name} is .*\[--out\]"):
             command(f"--out={tmp_path / name}")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "set" / "class1").is_dir()
@@ -197,7 +199,7 @@ def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_told_in_one_line(command, argument, message, capsys):
-    with refused(capsys, message):
+    with expect_refusal(capsys, message):
         command(argument)
 
 

@@ -6,7 +6,7 @@ import pytest
 import rope_jax.commands.tune
 from rope_jax_kernels import Choices
 from rope_jax_kernels.tuning.choices import Choice, Measured
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 
 SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"]
 
@@ -84,5 +84,5 @@ def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, capsys):
-    with refused(capsys, rf"^rope_jax.tune: .*{message}"):
+    with expect_refusal(capsys, rf"^rope_jax.tune: .*{message}"):
         rope_jax.commands.tune.main(arguments)

@@ -25,7 +25,7 @@ from rope_jax.tasks.sheets import class_colours
 from rope_jax.weights import Preprocessing
 from tests.images.coco_set import write_coco
 from tests.models.heads.test_dino import HEAD, VIT
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 task = TASKS["detection"]
@@ -203,7 +203,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     assert 0 <= first["ap"] < 0.5
     picture = decode_image((tmp_path / "predictions_32x32.png").read_bytes())
     assert picture.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
-    with refused(capsys, "--flip is for models that segment images, and this one"):
+    with expect_refusal(capsys, "--flip is for models that segment images, and this one"):
         evaluate_command.main([*flags, "--flip"])
 
 

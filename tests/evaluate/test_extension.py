@@ -15,7 +15,7 @@ from rope_jax.config import ConfigError
 from rope_jax.models import attention as attention_module
 from rope_jax_kernels import attention_qkv
 from tests.models.small import fill
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 SMALL = {"depth": 1, "width": 16, "heads": 1, "image_size": 8, "num_classes": 3}
@@ -81,7 +81,7 @@ def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
 
 def test_the_command_sets_the_rule_and_names_it(tmp_path, capsys):
     save_run(tmp_path, 1, position="rope2d")
-    with refused(capsys, r"extend must be one of none, .*, yarn, not 'nkt'"):
+    with expect_refusal(capsys, r"extend must be one of none, .*, yarn, not 'nkt'"):
         evaluate_command.main([str(tmp_path), "--extend=nkt"])
     evaluate_command.main([str(tmp_path), "--resolutions=16", "--extend=ntk", "--log_scale"])
     (row,) = evaluate.read_evaluations(tmp_path / "evaluations.json")

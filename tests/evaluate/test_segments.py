@@ -21,7 +21,7 @@ from rope_jax.tasks import TASKS
 from rope_jax.tasks.dense import check_classes, side_multiple
 from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.tasks.segments import Views
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 ZEROS = np.zeros(3, np.float32)
@@ -202,7 +202,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
 )
 def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch, capsys):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
-    with refused(capsys, message):
+    with expect_refusal(capsys, message):
         evaluate_command.main([str(run), *flags])
 
 

@@ -235,7 +235,7 @@ def test_windows_count_visible_patches():
     larger.stage = stage(grid=N, pattern=Window((4, 3)))
     np.testing.assert_allclose(larger.terms(N).rotation.freqs[0, 0], default[0, 0] / 2, **EXACT)
     np.testing.assert_allclose(larger.terms(N).rotation.freqs[0, 1], default[0, 1], **EXACT)
-    on_map = freqs("rope2d", "interpolate", Window((2, 3)), N, of_layer=Global())
+    on_map = freqs("rope2d", "interpolate", Window((2, 3)), N, other_pattern=Global())
     np.testing.assert_allclose(on_map, default / S[:, None], **EXACT)
     local = extended_scheme("axial_rope(window_coords=local_unit)", "ntk", pattern=Window((2, 3)))
     assert not local.extends

@@ -19,7 +19,7 @@ from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
 from tests.devices import run_on_devices
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.training.recipe import CEIT, final_state, run, run_in_parts, tiny
 
 RECIPE = {
@@ -148,7 +148,7 @@ def test_the_command_of_evaluation_takes_a_seed(together, capsys):
     assert [row["top1"] for row in found] == [row["top1"] for row in rows_of(together)]
     assert [row["asked"]["seed"] for row in found] == [4, 5]
     assert "seed 5, step 8" in capsys.readouterr().out
-    with refused(capsys, r"seed=1, but the run has seeds 4 to 5.*\[WORKDIR\]"):
+    with expect_refusal(capsys, r"seed=1, but the run has seeds 4 to 5.*\[WORKDIR\]"):
         evaluate.main([str(together), "--seed=1"])
 
 

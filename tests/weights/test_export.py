@@ -7,7 +7,7 @@ import pytest
 
 import rope_jax
 from rope_jax.commands import export as export_model
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 
 pytest.importorskip(
     "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
@@ -95,5 +95,5 @@ def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch, caps
         raise ImportError("Please install 'flatbuffers'")
 
     monkeypatch.setattr(export_model, "export", without)
-    with refused(capsys, r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
+    with expect_refusal(capsys, r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
         export_model.main(["--model=vit_digits", f"--out={tmp_path / 'model.bin'}"])
