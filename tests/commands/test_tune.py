@@ -17,7 +17,7 @@ def calls(*arguments):
     )
 
 
-def test_on_a_cpu_it_says_that_there_is_nothing_to_do(capsys, tmp_path, monkeypatch):
+def test_on_a_cpu_there_is_nothing_to_tune(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
     rope_jax.commands.tune.main(SMALL)
     (line,) = capsys.readouterr().out.splitlines()
@@ -36,7 +36,7 @@ def test_calls_of_evaluation_and_of_training():
     assert call.gradients == {"qkv", "rotation.freqs"}
 
 
-def test_calls_are_those_of_one_of_several_devices(monkeypatch):
+def test_calls_are_those_of_a_single_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     (call,) = calls("--position=axial_rope")
     assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] ")

@@ -1,4 +1,4 @@
-"""A CPU is one device unless jax's option changes that; runs resume on another number of devices."""
+"""A CPU is one device unless jax's option changes that; runs resume on other numbers of devices."""
 
 import os
 import subprocess
