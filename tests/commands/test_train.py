@@ -251,8 +251,8 @@ def forked(tmp_path_factory):
 def test_mistakes_end_in_one_line(tmp_path, forked):
     done = forked(tmp_path / "run", "--config.model.position=axial_rope(k_rope=16)")
     assert done.wait(300) == 2
-    assert "k_rope=16" in done.said()
-    assert len(done.said().strip().splitlines()) == 1
+    assert "k_rope=16" in done.read_output()
+    assert len(done.read_output().strip().splitlines()) == 1
     assert os.listdir(tmp_path / "run") == [".lock"]
 
 
@@ -263,11 +263,11 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, forked):
     stopped.wait_for("\nstep ")
     stopped.send(signal.SIGINT)
     assert stopped.wait(120) == 0
-    assert "stopped by SIGINT; saved in" in stopped.said()
+    assert "stopped by SIGINT; saved in" in stopped.read_output()
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
     again = forked(tmp_path, *settings)
     again.wait_for("\nfound step")
     again.send(signal.SIGTERM)
     assert again.wait(120) == 0
-    assert f"found step {saved}" in again.said()
+    assert f"found step {saved}" in again.read_output()

@@ -22,7 +22,7 @@ def trained(tmp_path_factory):
     return workdir
 
 
-def test_at_the_same_resolution(trained):
+def test_runs_start_from_a_run_of_equal_resolution(trained):
     images = np.random.default_rng(0).normal(size=(1, 8, 8, 3)).astype(np.float32)
     model, loaded = start_from(trained, **APE), rope_jax.load_checkpoint(str(trained))[0]
     assert np.array_equal(logits(model, images), logits(loaded, images))
@@ -34,13 +34,13 @@ def test_at_the_same_resolution(trained):
     assert np.array_equal(logits(filled, images), logits(loaded, images))
 
 
-def test_only_the_public_create_model_opens_a_workdir(trained):
-    for given in ({"name": trained}, {"name": "vit_digits", "pretrained": trained}):
+def test_only_the_public_create_model_opens_workdirs(trained):
+    for arguments in ({"name": trained}, {"name": "vit_digits", "pretrained": trained}):
         with pytest.raises(FileNotFoundError, match=r"rope_jax\.load_checkpoint open the WORKDIR"):
-            create_model(**given)
+            create_model(**arguments)
 
 
-def test_position_tables_follow_to_another_resolution(trained):
+def test_position_tables_are_resized_to_another_resolution(trained):
     images = np.random.default_rng(0).normal(size=(2, 12, 16, 3)).astype(np.float32)
     model = start_from(trained, data__image_size=(12, 16), **APE)
     assert model.position.embedding.shape == (6 * 8, 16)
@@ -48,7 +48,7 @@ def test_position_tables_follow_to_another_resolution(trained):
     np.testing.assert_allclose(logits(model, images), logits(loaded, images), atol=1e-5)
 
 
-def test_a_head_for_other_classes_stays_fresh(trained, capsys):
+def test_heads_for_other_classes_stay_fresh(trained, capsys):
     model = start_from(trained, model__num_classes=20, **APE)
     assert model.head.kernel.shape == (16, 20)
     assert "head: new, 20 classes\n" in capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_weights_of_another_shape_or_type_are_refused(tmp_path, array, message):
 
 
 def test_weights_that_are_not_finite_are_refused(trained, tmp_path):
-    """A run does not save any; a file may hold them."""
+    """Runs do not save such weights, but files may hold them."""
     model = rope_jax.create_model(trained)
     model.norm.scale[...] = model.norm.scale[...].at[3].set(np.nan)
     rope_jax.save_pretrained(model, tmp_path)
@@ -80,8 +80,8 @@ def test_weights_that_are_not_finite_are_refused(trained, tmp_path):
 
 
 @pytest.mark.parametrize("count", [10**9, 10**12])
-def test_a_header_that_lies_about_its_size_costs_no_memory(tmp_path, count):
-    """4 GB or 4 TB, of which nothing follows."""
+def test_headers_with_wrong_sizes_cost_no_memory(tmp_path, count):
+    """The header claims 4 GB or 4 TB, and no data follow."""
     path, header = tmp_path / "weights.npz", {"descr": "<f4", "fortran_order": False}
     with zipfile.ZipFile(path, "w") as archive, archive.open("norm.scale.npy", "w") as file:
         np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
@@ -99,7 +99,7 @@ def test_weights_of_another_model_are_refused_with_all_names(trained):
         start_from(trained)
 
 
-def test_weights_of_a_model_of_other_patches_are_refused_by_their_shapes(trained):
-    """Its images have a size that the patches here do not divide."""
+def test_weights_of_other_patch_sizes_are_refused_by_shape(trained):
+    """The patches of this model do not divide the image size of the other."""
     with pytest.raises(ConfigError, match=r"patch_embed.proj.kernel has shape \[2, 2, 3, 16\],"):
         start_from(trained, model__name="deit3_ti16", data__image_size=32, **APE)

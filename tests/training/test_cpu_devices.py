@@ -38,7 +38,7 @@ def test_cpu_runs_resume_bit_for_bit_on_equal_devices(tmp_path):
         arguments = [*SETTINGS, f"--workdir={workdir}"]
         process = Run(arguments, tmp_path / "said.txt", environment=variables, prepare=prepare)
         try:
-            assert process.wait(300) == 0, process.said()
+            assert process.wait(300) == 0, process.read_output()
         finally:
             process.kill()
     command = [sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={again}"]

@@ -9,7 +9,7 @@ from rope_jax.evaluate import read_results
 from rope_jax.system import sharding
 from rope_jax.training.metrics import read_metrics
 from tests.devices import environment, run_on_devices
-from tests.faults.attacks import ended, said
+from tests.faults.attacks import outputs, wait_for_exit
 from tests.faults.attacks.several import start
 
 
@@ -266,8 +266,8 @@ def test_two_processes_match_one(tmp_path):
         (tmp_path / name).mkdir()
         each = len(flags) * [environment(4 // len(flags))]
         running = start(tmp_path / name, flags, settings=TOGETHER, environments=each)
-        assert not any(ended(running)), said(running)
-    assert "step" not in running[1].said()  # the second process prints no progress
+        assert not any(wait_for_exit(running)), outputs(running)
+    assert "step" not in running[1].read_output()  # the second process prints no progress
     single, double = (tmp_path / name / "run" for name in ("one", "two[3e-3]"))
     lines = [read_metrics(workdir / "metrics.jsonl") for workdir in (single, double)]
     assert [line["step"] for line in lines[1]] == list(range(1, 13))
