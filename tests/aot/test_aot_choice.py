@@ -18,7 +18,7 @@ from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering
-from tests.kernels.test_dispatch import abstract_mesh, chosen
+from tests.kernels.test_dispatch import abstract_mesh, choose
 
 KINDS = (H200, A100, L4, T4)
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
@@ -84,7 +84,7 @@ def test_cudnn_trains_with_the_token_counts_of_models(kind, name, biased, gpu_of
 def test_serving_implementations_train(name, gpus):
     """Each implementation by name, on an H200; defaults of other GPUs are tested above."""
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        _, reasons = chosen(LAYERS[name], "bfloat16")
+        _, reasons = choose(LAYERS[name], "bfloat16")
     for implementation in (name for name, reason in reasons.items() if reason == "ok"):
         compile_layer(LAYERS[name], implementation, gpus[0])
 
