@@ -1,4 +1,4 @@
-"""Checks every annotation of the two packages while tests run, and offers what many tests need."""
+"""Checks every annotation of the two packages while tests run, and offers common fixtures."""
 
 import gc
 import importlib.util
@@ -26,7 +26,7 @@ if imported := sorted(name for name in sys.modules if name.split(".")[0] in _PAC
     )
 # Shapes, dtypes and types of all arguments and results: a wrong annotation fails the test.
 jaxtyping.install_import_hook(_PACKAGES, "beartype.beartype")
-# Some tests send these, which are ignored in what `nohup` or a script's `&` starts.
+# Some tests send these signals, which are ignored under `nohup` or a script's `&`.
 for number, handler in (
     (signal.SIGHUP, signal.SIG_DFL),
     (signal.SIGINT, signal.default_int_handler),
@@ -35,15 +35,15 @@ for number, handler in (
         signal.signal(number, handler)
 
 
-# The older of XLA's two generators of code for CPUs, which takes half of the time of the newer.
+# The older of XLA's two code generators for CPUs takes half of the time of the newer one.
 QUICK = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def compiles_quickly() -> bool:
-    """Whether programs are compiled fast and run slowly: most programs of the tests run once.
+    """True if programs compile fast and run slowly: most programs of the tests run once.
 
-    Not where jax's plugin for GPUs is: tests/aot and tests/gpu judge what users compile. And not
-    with ROPE_JAX_TEST_OPTIMIZED=1, for a run of any tests as users compile.
+    False with jax's plugin for GPUs, as tests/aot and tests/gpu judge what users compile, and with
+    ROPE_JAX_TEST_OPTIMIZED=1, which compiles any tests as users do.
     """
     optimized = os.environ.get("ROPE_JAX_TEST_OPTIMIZED") == "1"
     return not (optimized or importlib.util.find_spec("jax_plugins"))
@@ -86,7 +86,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
-# What this machine lacks for tests, and what runs them.
+# Tests that this machine cannot run, and the commands that run them.
 _left_out = set()
 
 
@@ -99,7 +99,7 @@ def pytest_ignore_collect(collection_path):
 
 
 def _runs_elsewhere(path):
-    """What runs the tests of a folder where this machine cannot; None where it can."""
+    """The command that runs the tests of a folder, or None if this machine can run them."""
     if path == HERE / "gpu":
         rehearsing = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
         can_run = rehearsing or jax.default_backend() == "gpu"
@@ -113,11 +113,11 @@ def _runs_elsewhere(path):
 
 @pytest.hookimpl(trylast=True)  # of those that `-m` and `-k` leave
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what this machine cannot run or `--sample` does not draw."""
+    """Deselects tests that this machine cannot run or `--sample` does not draw."""
     kept, images = [], 0
     for item in items:
         names = [mark.args[0] for mark in item.iter_markers("images")]
-        # A folder or a file that was named is not asked for by `pytest_ignore_collect`.
+        # `pytest_ignore_collect` does not see a folder or a file named on the command line.
         if commands := [*filter(None, map(_runs_elsewhere, item.path.parents))]:
             _left_out.update(commands)
         elif all((IMAGES / name).exists() for name in names):
@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sample(items, one_in, seed):
-    """One in so many, evenly among the cases of each test; each as likely as any other."""
+    """Draws one test in `one_in`, evenly among the cases of each test, all equally likely."""
 
     def place(item):
         module, _, case = item.nodeid.partition("::")

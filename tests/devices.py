@@ -6,12 +6,12 @@ import sys
 
 
 def environment(count: int) -> dict[str, str]:
-    """Variables of a process that has `count` of them, beside the flags of all tests."""
+    """Environment variables for `count` devices, in addition to the flags of all tests."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
 def run_on_devices(count: int, program: str, *arguments: object) -> None:
-    """Runs a program in a process of its own that has `count` devices."""
+    """Runs a program in a separate process with `count` devices."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     subprocess.run(command, env=os.environ | environment(count), check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Commands that end with one line."""
+"""Commands that end with one error line."""
 
 import contextlib
 import re
@@ -7,8 +7,8 @@ import pytest
 
 
 @contextlib.contextmanager
-def refused(capsys, message, status=2):
-    """Expects a command to end with this status, and a last line in which the pattern is found."""
+def expect_refusal(capsys, message, status=2):
+    """Expects a command to end with this status and a last line that matches the pattern."""
     with pytest.raises(SystemExit) as caught:
         yield
     line = capsys.readouterr().err.splitlines()[-1]

@@ -15,9 +15,9 @@ def save_run(workdir, step, *, position=None, **settings):
     """Writes a checkpoint of the digits model with fresh weights; returns the model."""
     model = {"name": "vit_digits", "position": position, "options": OPTIONS}
     config = resolve({"model": model, "data": {"image_size": 8}, **settings})
-    created = create(config)
-    params = nnx.to_pure_dict(nnx.state(created, nnx.Param))
+    run_model = create(config)
+    params = nnx.to_pure_dict(nnx.state(run_model, nnx.Param))
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        about = {"config": dataclasses.asdict(config)}
-        checkpoints.save(step, {"params": params, "ema": params}, about=about)
-    return created
+        metadata = {"config": dataclasses.asdict(config)}
+        checkpoints.save(step, {"params": params, "ema": params}, about=metadata)
+    return run_model

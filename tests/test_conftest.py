@@ -1,4 +1,4 @@
-"""Which tests a machine runs, and which cases a sample has."""
+"""The tests that a machine runs, and the cases of a sample."""
 
 import collections
 import types
@@ -13,7 +13,7 @@ from tests import conftest
     ("folder", "variable"),
     [("gpu", "ROPE_JAX_REHEARSE_GPU_TESTS"), ("aot", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")],
 )
-def test_tests_of_gpus_are_collected_where_they_can_run(folder, variable, monkeypatch):
+def test_gpu_tests_are_collected_where_they_can_run(folder, variable, monkeypatch):
     monkeypatch.setattr(conftest, "_left_out", left_out := set())
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr(conftest.importlib.util, "find_spec", lambda name: name == "jax_plugins")
@@ -26,7 +26,7 @@ def test_tests_of_gpus_are_collected_where_they_can_run(folder, variable, monkey
     assert conftest.pytest_ignore_collect(conftest.HERE / folder) is None
 
 
-def test_a_sample_can_be_repeated_and_samples_cover_all():
+def test_samples_are_reproducible_and_cover_all():
     tests = [f"a.py::many[{k}]" for k in range(8)] + [f"a.py::one_{k}" for k in range(4)]
     items = [types.SimpleNamespace(nodeid=name) for name in tests]
     drawn = [[x.nodeid for x in conftest.sample(items, 4, str(k))] for k in range(40)]

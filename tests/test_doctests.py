@@ -24,7 +24,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 def examples(path):
-    """One test for each docstring with examples, named after what it documents."""
+    """One test for each docstring with examples, named after the documented object."""
     package = next(folder for folder in PACKAGES if path.is_relative_to(folder))
     parts = path.relative_to(package.parent).with_suffix("").parts
     module = importlib.import_module(".".join(parts).removesuffix(".__init__"))

@@ -1,4 +1,4 @@
-"""Who may import whom, what an import may cost, and what the packages must not contain."""
+"""Allowed imports, their cost, and code that the packages must not contain."""
 
 import ast
 import importlib.util
@@ -30,22 +30,22 @@ MODULES = {
 }
 
 
-def imports_of(name, tree, modules):
-    """Full names of all modules that a module imports, wherever in the file it does."""
+def find_imports(name, tree, modules):
+    """Full names of all modules that a module imports, anywhere in the file."""
     package = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             inside = {f"{source}.{alias.name}" for alias in node.names}
-            found |= {full if full in modules else source for full in inside}
-    return found
+            names |= {full if full in modules else source for full in inside}
+    return names
 
 
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-IMPORTS = {name: imports_of(name, tree, MODULES) for name, tree in TREES.items()}
+IMPORTS = {name: find_imports(name, tree, MODULES) for name, tree in TREES.items()}
 
 
 def within(name, group):
@@ -78,10 +78,10 @@ PASSES_ON = re.compile(r"from |import |__all__ = |if __name__ == ")
 
 
 def is_stub(name):
-    """Whether a module has nothing of its own: what `python -m` runs, or a name of before."""
+    """True if a module only forwards: to a `python -m` command, or from a former name."""
     body = TREES[name].body[1:]  # after the docstring
-    own = MODULES[name].name == "__init__.py" or not body
-    return not own and all(PASSES_ON.match(ast.unparse(node)) for node in body)
+    has_content = MODULES[name].name == "__init__.py" or not body
+    return not has_content and all(PASSES_ON.match(ast.unparse(node)) for node in body)
 
 
 def full_name(group):
@@ -93,7 +93,7 @@ def below(group):
     return {group}.union(*(below(full_name(name)) for name in FLOORS[group][0].split()))
 
 
-def floor_of(name):
+def find_floor(name):
     room = ".".join(name.split(".")[:2]) if within(name, "rope_jax") else name.split(".")[0]
     if room in ("rope_jax", "rope_jax.__main__") or is_stub(name):
         return "rope_jax"
@@ -101,21 +101,23 @@ def floor_of(name):
     return room
 
 
-def test_modules_import_from_floors_below():
+def test_modules_import_only_lower_floors():
     wrong = []
     for name in MODULES:
-        allowed = below(floor_of(name))
-        own = {imported for imported in IMPORTS[name] if imported.split(".")[0] in HOUSES}
+        allowed = below(find_floor(name))
+        internal = {imported for imported in IMPORTS[name] if imported.split(".")[0] in HOUSES}
         wrong += [
-            f"{name} imports {imported}" for imported in own if floor_of(imported) not in allowed
+            f"{name} imports {imported}"
+            for imported in internal
+            if find_floor(imported) not in allowed
         ]
     assert wrong == []
 
 
-def test_modules_import_packages_of_their_floor():
+def test_modules_import_only_packages_of_their_floor():
     wrong, free = [], HOUSES.keys() | sys.stdlib_module_names
     for name in MODULES:
-        allowed = FLOORS[floor_of(name)][1].split()
+        allowed = FLOORS[find_floor(name)][1].split()
         packages = {full for full in IMPORTS[name] if full.split(".")[0] not in free}
         wrong += [
             f"{name} imports {full}"
@@ -125,7 +127,7 @@ def test_modules_import_packages_of_their_floor():
     assert wrong == []
 
 
-def test_no_two_modules_import_each_other():
+def test_imports_have_no_cycles():
     done = []
 
     def visit(name, path):
@@ -140,14 +142,14 @@ def test_no_two_modules_import_each_other():
     assert len(done) == len(MODULES)
 
 
-def test_the_reader_of_imports_sees_every_form():
+def test_all_forms_of_imports_are_found():
     source = "import a.b\nfrom c import d\ndef f():\n    from .e import g\n    from . import h\n"
     source += "from rope_jax import i\n"
     modules = {
         name: pathlib.Path(f"{name}.py") for name in ("rope_jax.x.y", "rope_jax.i", "rope_jax.x.h")
     }
-    found = imports_of("rope_jax.x.y", ast.parse(source), modules)
-    assert found == {"a.b", "c", "rope_jax.x.e", "rope_jax.x.h", "rope_jax.i"}
+    names = find_imports("rope_jax.x.y", ast.parse(source), modules)
+    assert names == {"a.b", "c", "rope_jax.x.e", "rope_jax.x.h", "rope_jax.i"}
 
 
 HEAVY = [
@@ -171,7 +173,7 @@ HEAVY = [
         ("rope_jax_kernels", [*HEAVY, "flax", "optax", "orbax", "rope_jax"]),
     ],
 )
-def test_importing_costs_no_more_than_it_must(package, unwanted):
+def test_imports_load_no_heavy_packages(package, unwanted):
     script = (
         f"import sys, {package}; print('loaded', *sorted(set({unwanted!r}) & sys.modules.keys()))"
     )
@@ -186,12 +188,12 @@ FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "jobl
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "yaml.load", "os.system"}
 
 
-def dangers(tree, imports):
-    found = {name for name in imports if name.split(".")[0] in FORBIDDEN_MODULES}
+def find_dangers(tree, imports):
+    calls = {name for name in imports if name.split(".")[0] in FORBIDDEN_MODULES}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            found |= {ast.unparse(node.func)} & FORBIDDEN_CALLS
-            found |= {
+            calls |= {ast.unparse(node.func)} & FORBIDDEN_CALLS
+            calls |= {
                 k.arg
                 for k in node.keywords
                 if k.arg in ("allow_pickle", "shell") and ast.unparse(k.value) != "False"
@@ -199,19 +201,21 @@ def dangers(tree, imports):
             if ast.unparse(node.func) in ("np.load", "numpy.load") and "allow_pickle" not in {
                 k.arg for k in node.keywords
             }:
-                found.add("np.load without allow_pickle=False")
-    return found
+                calls.add("np.load without allow_pickle=False")
+    return calls
 
 
-def test_nothing_runs_code_out_of_data():
-    found = {name: dangers(tree, IMPORTS[name]) for name, tree in TREES.items()}
-    assert {name: what for name, what in found.items() if what} == {}
+def test_packages_run_no_code_from_data():
+    dangers_by_module = {name: find_dangers(tree, IMPORTS[name]) for name, tree in TREES.items()}
+    assert {
+        name: module_dangers for name, module_dangers in dangers_by_module.items() if module_dangers
+    } == {}
 
 
-def test_dangers_are_seen():
+def test_dangers_are_detected():
     source = "import pickle\neval(x)\nyaml.load(f)\nnp.load(f, allow_pickle=True)\nnp.load(f)\n"
     source += "ast.literal_eval(x)\nmodel.eval()\n"
-    assert dangers(ast.parse(source), {"pickle"}) == {
+    assert find_dangers(ast.parse(source), {"pickle"}) == {
         "pickle",
         "eval",
         "yaml.load",
@@ -239,8 +243,8 @@ TEXT = {
 }
 
 
-def tracked_files():
-    """Files of the repository; of an unpacked archive, which has no index, all visible ones."""
+def list_files():
+    """Files of the repository; without an index, as in an unpacked archive, all visible ones."""
     if shutil.which("git") and (ROOT / ".git").exists():
         command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-co", "--exclude-standard"]
         listed = subprocess.run(
@@ -254,15 +258,15 @@ def tracked_files():
     ]
 
 
-def test_no_file_names_a_folder_of_some_machine():
-    files = [path for path in tracked_files() if path.suffix in TEXT and path.is_file()]
+def test_files_name_no_machine_folders():
+    files = [path for path in list_files() if path.suffix in TEXT and path.is_file()]
     assert ROOT / "pyproject.toml" in files
-    found = [
+    occurrences = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in files
         for match in MACHINE_PATH.finditer(path.read_text())
     ]
-    assert found == []
+    assert occurrences == []
     assert MACHINE_PATH.search("open('" + "/home" + "/someone/x')")
 
 

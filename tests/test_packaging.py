@@ -1,4 +1,4 @@
-"""What is installed: the wheels, the command `rope_jax` without a clone, types, and versions."""
+"""Installed files: the wheels, the command `rope_jax` without a clone, types, and versions."""
 
 import ast
 import importlib.metadata
@@ -45,30 +45,30 @@ def build(project, out):
 
 
 def sources(folder, inside):
-    """Names in a wheel of the modules in a folder, and of its mark for type checkers."""
+    """Names in a wheel of the modules in a folder, and of its marker for type checkers."""
     files = [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]
     return {(inside / path.relative_to(ROOT / folder)).as_posix() for path in files}
 
 
-def names_in(wheel):
+def list_wheel(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     return {name for name in names if name.endswith((".py", "py.typed"))}
 
 
-def test_the_wheel_holds_exactly_the_packages_and_the_recipes(tmp_path):
+def test_the_wheel_contains_exactly_packages_and_recipes(tmp_path):
     package, kernels = pathlib.Path("rope_jax"), pathlib.Path("rope_jax_kernels")
     recipes = {f"rope_jax/configs/{path.name}" for path in ROOT.glob("configs/*.py")}
     expected = sources("rope_jax", package) | sources("kernels/rope_jax_kernels", kernels)
-    assert names_in(build(ROOT, tmp_path)) == expected | recipes
+    assert list_wheel(build(ROOT, tmp_path)) == expected | recipes
 
 
-def test_the_wheel_of_the_kernels_holds_them_alone(tmp_path):
+def test_the_kernels_wheel_contains_only_the_kernels(tmp_path):
     wheel = build(ROOT / "kernels", tmp_path)
     package = pathlib.Path("rope_jax_kernels")
-    assert names_in(wheel) == sources("kernels/rope_jax_kernels", package)
+    assert list_wheel(wheel) == sources("kernels/rope_jax_kernels", package)
 
 
-def test_the_kernels_have_the_bounds_and_the_version_of_the_whole():
+def test_the_kernels_share_bounds_and_version():
     assert set(KERNELS["dependencies"]) <= set(PROJECT["dependencies"])
     names = {re.match(r"\w+", need)[0] for need in KERNELS["dependencies"]}
     assert names == {"jax", "jaxtyping", "numpy"}
@@ -86,10 +86,12 @@ def test_every_dependency_is_pinned_for_ci():
         if "==" in line
     }
     extras = PROJECT["optional-dependencies"]
-    wanted = PROJECT["dependencies"] + [
+    requirements = PROJECT["dependencies"] + [
         x for name in ("coco", "demo", "docs", "log", "plot", "test") for x in extras[name]
     ]
-    names = {w.split(">")[0].split("[")[0].lower().replace("_", "-") for w in wanted} - {"rope-jax"}
+    names = {w.split(">")[0].split("[")[0].lower().replace("_", "-") for w in requirements} - {
+        "rope-jax"
+    }
     assert names <= pinned
 
 
@@ -142,7 +144,7 @@ shape: tuple[int, ...] = q.shape
 
 
 @pytest.mark.process
-def test_a_type_checker_reads_the_types(installed, tmp_path):
+def test_type_checkers_read_the_types(installed, tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed")
     correct, wrong = tmp_path / "correct.py", tmp_path / "wrong.py"
     correct.write_text(PROGRAM)
@@ -157,7 +159,7 @@ def test_a_type_checker_reads_the_types(installed, tmp_path):
     assert 'wrong.py:3: error: Module has no attribute "list_model"' in message
 
 
-def test_public_names_are_those_that_type_checkers_see():
+def test_public_names_match_those_of_type_checkers():
     tree = ast.parse((ROOT / "rope_jax" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     homes = {alias.name: node.module for node in block.body for alias in node.names}

@@ -16,23 +16,23 @@ from rope_jax.analysis.attention import (
 from rope_jax.models.attention import _spread
 from rope_jax.models.blocks import list_blocks
 from rope_jax_kernels import rotate
-from tests.models.small import filled, pictures, small_model
+from tests.models.small import fill, pictures, small_model
 
 
-def layer_of(weights, grid, prefix=0, head_dim=4):
-    """A layer with given weights [L, L], the same in all heads."""
+def make_layer(weights, grid, prefix=0, head_dim=4):
+    """A layer with the weights [L, L] in all heads."""
     weights = jnp.asarray(weights, jnp.float32)
     attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values)
     return AttentionLayer(attend, (2, len(weights), 3, head_dim), grid, prefix, jnp.float32)
 
 
-def apart(height, width):
+def token_distances(height, width):
     """Distances [L, L] between the tokens of a map."""
     places = np.stack(np.divmod(np.arange(height * width), width), 1)
     return np.linalg.norm(places[:, None] - places, axis=-1)
 
 
-def even(model):
+def equalise_logits(model):
     """Makes all logits of attention equal."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if "qkv" in path:
@@ -45,13 +45,13 @@ def small_hierarchy(name, size, **options):
     make = lambda: rope_jax.create_model(
         name, position="none", image_size=size, num_classes=2, **options
     )
-    return even(filled(nnx.eval_shape(make)))
+    return equalise_logits(fill(nnx.eval_shape(make)))
 
 
-def test_attention_to_the_neighbour_has_distance_one_and_no_entropy():
+def test_attention_to_a_neighbour_has_distance_one_and_no_entropy():
     tokens = np.arange(15).reshape(3, 5)
     keys = np.concatenate([tokens[:, 1:2], tokens[:, :-1]], axis=1)  # left; at the border right
-    distance, entropy = row_statistics(layer_of(np.eye(15)[keys.ravel()], (3, 5)))
+    distance, entropy = row_statistics(make_layer(np.eye(15)[keys.ravel()], (3, 5)))
     np.testing.assert_allclose(distance, 2 * np.ones(3), rtol=1e-6)  # summed over two images
     np.testing.assert_allclose(entropy, np.zeros(3), atol=1e-6)
 
@@ -60,20 +60,24 @@ def test_weights_on_prefix_tokens_are_left_out():
     rng = np.random.default_rng(0)
     weights = rng.dirichlet(np.ones(14), size=14)  # two prefix tokens, 3 x 4
     weights[5, 2:] = 0  # this query attends to the prefix alone: even attention on the map
-    distance, entropy = row_statistics(layer_of(weights, (3, 4), prefix=2, head_dim=5))
+    distance, entropy = row_statistics(make_layer(weights, (3, 4), prefix=2, head_dim=5))
     weights[5, 2:] = 1
     kept = weights[2:, 2:] / weights[2:, 2:].sum(1, keepdims=True)
-    np.testing.assert_allclose(distance[0] / 2, (kept * apart(3, 4)).sum(1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        distance[0] / 2, (kept * token_distances(3, 4)).sum(1).mean(), rtol=1e-5
+    )
     np.testing.assert_allclose(entropy[0] / 2, -(kept * np.log(kept)).sum(1).mean(), rtol=1e-5)
 
 
-def test_weights_of_a_padded_map_are_those_of_its_own_tokens():
+def test_weights_of_a_padded_map_exclude_padding():
     weights = np.arange(81, dtype=np.float32).reshape(9, 9)  # 3 x 3 tokens, of which 3 x 2 exist
     attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values.reshape(2, 9, 1, 4))
     layer = AttentionLayer(attend, (2, 3, 3, 1, 4), (3, 2), 0, jnp.float32)
     chunks = [attention_weights(layer, int(first))[0, :, 0] for first in layer.chunks]
-    own = [0, 1, 3, 4, 6, 7]
-    np.testing.assert_array_equal(np.concatenate(chunks, 1)[:, :6], weights[own][:, own])
+    real_tokens = [0, 1, 3, 4, 6, 7]
+    np.testing.assert_array_equal(
+        np.concatenate(chunks, 1)[:, :6], weights[real_tokens][:, real_tokens]
+    )
     assert not chunks[1][:, 2:].any()  # keys beyond the map
 
 
@@ -85,12 +89,12 @@ def test_weights_of_a_padded_map_are_those_of_its_own_tokens():
         pytest.param("nat_isotropic_s16", {}, 9, marks=pytest.mark.slow),  # neighbourhoods of 3 x 3
     ],
 )
-def test_even_attention_has_the_entropy_of_its_tokens(name, changes, tokens):
-    model = even(small_model(name, "none", **changes))
-    found = attention_statistics(model, [pictures(6, 10), pictures(6, 10)])
-    assert found.images == 4
-    assert found.grids == [(3, 5), (3, 5)]
-    np.testing.assert_allclose(found.entropy, np.full((2, 3), math.log(tokens)), rtol=1e-5)
+def test_uniform_attention_has_the_entropy_of_its_tokens(name, changes, tokens):
+    model = equalise_logits(small_model(name, "none", **changes))
+    statistics = attention_statistics(model, [pictures(6, 10), pictures(6, 10)])
+    assert statistics.images == 4
+    assert statistics.grids == [(3, 5), (3, 5)]
+    np.testing.assert_allclose(statistics.entropy, np.full((2, 3), math.log(tokens)), rtol=1e-5)
 
 
 def test_stacked_blocks_become_a_list():
@@ -101,19 +105,19 @@ def test_stacked_blocks_become_a_list():
         np.testing.assert_array_equal(block.norm1.scale, model.blocks.norm1.scale[layer])
 
 
-def test_padding_of_a_map_is_not_part_of_it():
+def test_statistics_exclude_padding():
     """3 x 2 tokens are padded to 3 x 3, and each attends to all of these."""
     model = small_hierarchy("nat_mini", (12, 8), depths=(1,), kernel_size=3, pad_compat=True)
-    found = attention_statistics(model, [pictures(12, 8)])
-    assert found.grids == [(3, 2)]
-    np.testing.assert_allclose(found.entropy[0], math.log(6), rtol=1e-5)
-    np.testing.assert_allclose(found.distance[0], apart(3, 2).mean(), rtol=1e-5)
+    statistics = attention_statistics(model, [pictures(12, 8)])
+    assert statistics.grids == [(3, 2)]
+    np.testing.assert_allclose(statistics.entropy[0], math.log(6), rtol=1e-5)
+    np.testing.assert_allclose(statistics.distance[0], token_distances(3, 2).mean(), rtol=1e-5)
     (maps,) = attention_maps(model, pictures(12, 8), query=(0.9, 0.9))
     np.testing.assert_allclose(maps, np.full((2, 2, 3, 2), 1 / 9), rtol=1e-5)
 
 
 def softmax_weights(model, images, position):
-    """Weights [B, N, L, L] of the first block: the softmax of its projections, written out."""
+    """Weights [B, N, L, L] of the first block: an explicit softmax of its projections."""
     tokens = model.embed(model.patch_embed(images), (3, 5), None)
     terms, block = model.position.terms((3, 5)).layer(0), model.blocks[0]
     qkv = block.attn.qkv(block.norm1(tokens)).reshape(2, 16, 3, 3, 16)
@@ -135,22 +139,22 @@ def softmax_weights(model, images, position):
         pytest.param("rpb", None, marks=pytest.mark.slow),
     ],
 )
-def test_maps_are_the_weights_of_attention(position, query):
+def test_maps_match_attention_weights(position, query):
     model, images = small_model("deit3_s16", position), pictures(6, 10)
     row = 0 if query is None else 1 + 1 * 5 + 2  # the class token, or the middle
-    wanted = softmax_weights(model, images, position)[:, :, row, 1:]
+    expected = softmax_weights(model, images, position)[:, :, row, 1:]
     maps = attention_maps(model, images, query=query)
     assert [layer.shape for layer in maps] == [(2, 3, 3, 5)] * 2
-    np.testing.assert_allclose(maps[0].reshape(2, 3, 15), wanted, atol=2e-6)
+    np.testing.assert_allclose(maps[0].reshape(2, 3, 15), expected, atol=2e-6)
 
 
 @pytest.mark.slow
-def test_maps_of_a_bias_that_depends_on_the_query_are_weights():
+def test_maps_support_query_dependent_biases():
     maps = attention_maps(small_model("deit3_s16", "irpe"), pictures(6, 10), query=(0.5, 0.5))
     assert 0 <= maps[0].min() < maps[0].sum((2, 3)).max() < 1
 
 
-def test_attention_without_a_softmax_and_queries_outside_the_image_are_refused():
+def test_missing_softmax_and_outside_queries_are_refused():
     make = lambda: rope_jax.create_model("cat_5", image_size=32, depth=1, width=64, heads=4)
     with pytest.raises(ValueError, match="CAT has no softmax"):
         attention_statistics(nnx.eval_shape(make), [pictures(32, 32)])
@@ -159,22 +163,22 @@ def test_attention_without_a_softmax_and_queries_outside_the_image_are_refused()
 
 
 @pytest.mark.parametrize("padding", ["mask", "tokens"])
-def test_layers_with_windows_and_with_global_attention(padding):
+def test_windowed_and_global_layers(padding):
     """With equal logits a query attends to the tokens of its window, 2 x 2 on a map of 3 x 4."""
     options = {"attention": "window", "window_size": 2, "window_padding": padding}
     options |= {"class_token": False, "global_blocks": (1,)}
-    model = even(small_model("vit_s16", "decomposed", **options))
-    found = attention_statistics(model, [pictures(6, 8)])
-    assert found.grids == [(3, 4), (3, 4)]
-    # The last row has windows of two tokens; padding is left out here too.
+    model = equalise_logits(small_model("vit_s16", "decomposed", **options))
+    statistics = attention_statistics(model, [pictures(6, 8)])
+    assert statistics.grids == [(3, 4), (3, 4)]
+    # The last row has windows of two tokens; padding is excluded here too.
     in_windows = (2 * math.log(4) + math.log(2)) / 3
-    np.testing.assert_allclose(found.entropy[0], in_windows, rtol=1e-5)
-    np.testing.assert_allclose(found.entropy[1], math.log(12), rtol=1e-5)
+    np.testing.assert_allclose(statistics.entropy[0], in_windows, rtol=1e-5)
+    np.testing.assert_allclose(statistics.entropy[1], math.log(12), rtol=1e-5)
 
 
-def test_even_attention_in_windows():
+def test_uniform_attention_in_windows():
     model = small_hierarchy("swin_t", 16, depths=(2,), window_size=2)
-    found = attention_statistics(model, [pictures(16, 16)])
-    np.testing.assert_allclose(found.distance[0], (0 + 1 + 1 + math.sqrt(2)) / 4, rtol=1e-5)
-    np.testing.assert_allclose(found.entropy[0], math.log(4), rtol=1e-5)
-    assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border
+    statistics = attention_statistics(model, [pictures(16, 16)])
+    np.testing.assert_allclose(statistics.distance[0], (0 + 1 + 1 + math.sqrt(2)) / 4, rtol=1e-5)
+    np.testing.assert_allclose(statistics.entropy[0], math.log(4), rtol=1e-5)
+    assert (statistics.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border

@@ -18,7 +18,7 @@ from rope_jax.models import list_models
 from rope_jax.names import plugins
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 
@@ -45,7 +45,7 @@ def workdir(folder, position, results, *, seed=0, model="vit_digits", losses=())
 
 
 class Page:
-    """A report: its HTML, its text with a line for each tag's, and the rows of all tables."""
+    """A report: its HTML, its text with a line for each tag, and the rows of all tables."""
 
     def __init__(self, folder):
         self.html = (folder / "report.html").read_text()
@@ -58,7 +58,7 @@ def _text(cell):
     return " ".join(html.unescape(re.sub("<.*?>", " ", cell)).split())
 
 
-def test_one_table_one_picture_one_page(tmp_path, capsys):
+def test_the_report_has_a_table_a_picture_and_a_page(tmp_path, capsys):
     a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9), ((8, 12), 0.5)), losses=(2.0, 1.0))
     b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.95), ((16, 16), 0.7)))
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.85), ((16, 16), 0.6)), seed=1)
@@ -91,33 +91,31 @@ def test_one_table_one_picture_one_page(tmp_path, capsys):
         assert f"90.0\n{interval}\n" in page.text
 
 
-def segmented(miou, iou):
+def segmentation_rows(miou, iou):
     row = {"miou": miou, "accuracy": 0.9, "iou": iou, "resolution": [64, 64], "count": 200}
-    about = {"dataset": "scenes", "split": "test", "protocol": "as it is"}
-    return [row | about | {"class_names": ["sky", "sea"]}]
+    metadata = {"dataset": "scenes", "split": "test", "protocol": "as it is"}
+    return [row | metadata | {"class_names": ["sky", "sea"]}]
 
 
-def detected(ap, by_class):
+def detection_rows(ap, by_class):
     scores = dict.fromkeys(("ap", "ap50", "ap75", "ap_small"), ap)
     scores |= {"ap_medium": None, "ap_large": None, "class_ap": by_class}
-    about = {"dataset": "scenes", "split": "test", "count": 200, "protocol": "as it is"}
-    return [scores | about | {"resolution": [64, 64], "class_names": ["zero", "one"]}]
+    metadata = {"dataset": "scenes", "split": "test", "count": 200, "protocol": "as it is"}
+    return [scores | metadata | {"resolution": [64, 64], "class_names": ["zero", "one"]}]
 
 
 @pytest.mark.parametrize(
-    ("made", "name", "further"),
+    ("make_rows", "name", "further"),
     [
-        (segmented, "mean IoU", ["12.5", "90.0"]),
-        (detected, "average precision", [*["12.5"] * 4, "-", "-"]),
+        (segmentation_rows, "mean IoU", ["12.5", "90.0"]),
+        (detection_rows, "average precision", [*["12.5"] * 4, "-", "-"]),
     ],
 )
-def test_runs_of_dense_prediction_are_compared_by_their_score(
-    tmp_path, capsys, made, name, further
-):
-    """A mean over classes is no share of images: of a single run it has no interval."""
-    a = workdir(tmp_path / "a", "ape", made(0.25, [0.25, None]))
-    b = workdir(tmp_path / "b", "rope2d", made(0.5, [0.5, 0.5]))
-    add_evaluation(a / "evaluations.json", made(0.125, [0.125, None])[0] | {"asked": {}})
+def test_dense_runs_are_compared_by_their_score(tmp_path, capsys, make_rows, name, further):
+    """A mean over classes is not a fraction of images: for a single run it has no interval."""
+    a = workdir(tmp_path / "a", "ape", make_rows(0.25, [0.25, None]))
+    b = workdir(tmp_path / "b", "rope2d", make_rows(0.5, [0.5, 0.5]))
+    add_evaluation(a / "evaluations.json", make_rows(0.125, [0.125, None])[0] | {"asked": {}})
     report.main([str(a), str(b)])
     assert f"{name} (%) at test resolution" in capsys.readouterr().out
     assert (tmp_path / "comparison.txt").read_text().splitlines()[-1].split() == ["rope2d", "+25.0"]
@@ -125,37 +123,40 @@ def test_runs_of_dense_prediction_are_compared_by_their_score(
     assert f"{name[1:]} in percent (scenes test, 200 images)" in page.text
     assert "a single run has none" in page.text
     assert "top-1" not in page.text
-    first, second = made(0, [])[0]["class_names"]
+    first, second = make_rows(0, [])[0]["class_names"]
     assert [first, "25.0", "50.0"] in page.rows
     assert [second, "-", "50.0"] in page.rows
     assert ["a", "scenes", "64x64", *further, "as it is"] in page.rows
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
-    with refused(capsys, f"by {name} and .* by top-1 accuracy: compare runs of"):
+    with expect_refusal(capsys, f"by {name} and .* by top-1 accuracy: compare runs of"):
         report.main([str(a), str(c)])
 
 
 @pytest.mark.parametrize(
     ("other", "blocks"),
     [
-        (segmented(0.7, [0.8, 0.6]), 2),
-        ([segmented(0.5, [0.5])[0] | {"class_names": ["sky"]}], 0),
+        (segmentation_rows(0.7, [0.8, 0.6]), 2),
+        ([segmentation_rows(0.5, [0.5])[0] | {"class_names": ["sky"]}], 0),
         (rows(((8, 8), 0.9)), 0),
-        (detected(0.5, [0.5, None]), 0),
+        (detection_rows(0.5, [0.5, None]), 0),
     ],
 )
-def test_classes_are_compared_where_all_runs_have_the_same(tmp_path, other, blocks):
-    """Of other kinds of runs, and of sets with other classes, there is no such table."""
-    found = {"a": segmented(0.5, [0.6, 0.4]), "b": other}
-    runs = {name: report.read_runs(workdir(tmp_path / name, "ape", x)) for name, x in found.items()}
+def test_classes_are_compared_if_all_runs_share_them(tmp_path, other, blocks):
+    """Other kinds of runs, and sets with other classes, have no such table."""
+    rows_by_run = {"a": segmentation_rows(0.5, [0.6, 0.4]), "b": other}
+    runs = {
+        name: report.read_runs(workdir(tmp_path / name, "ape", x))
+        for name, x in rows_by_run.items()
+    }
     assert len(comparison_page._classes(runs)) == blocks
 
 
-def test_intervals_end_at_none_and_all():
+def test_intervals_are_clipped_to_0_and_100():
     pair = [row | {"top1": top1} for row in rows(((8, 8), 0.0)) for top1 in (0.1, 0.9)]
     assert score(pair).text() == "50.0 [0.0, 100.0]"
 
 
-def test_settings_that_do_not_affect_results_do_not_divide_seeds(tmp_path, monkeypatch):
+def test_irrelevant_settings_do_not_separate_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(plugins, "_loaded", {})
     a, b = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "ab")
     write_config(b, "ape", seed=1, log_every=5, plugins=["math"])
@@ -166,7 +167,7 @@ def test_settings_that_do_not_affect_results_do_not_divide_seeds(tmp_path, monke
     assert list(groups) == ["ape", "ape (b)"]
 
 
-def test_what_differs_beside_the_position_is_named(tmp_path):
+def test_other_differences_than_the_position_are_named(tmp_path):
     a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)))
     b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)), seed=3)
     groups = report.group_runs([*report.read_runs(a), *report.read_runs(b)])
@@ -179,51 +180,51 @@ def test_what_differs_beside_the_position_is_named(tmp_path):
     assert f"Not alike: {note}" in Page(tmp_path).text
 
 
-def test_the_crops_of_one_run_are_no_seeds(tmp_path):
+def test_crops_of_a_run_are_not_counted_as_seeds(tmp_path):
     """The first crop is compared, the second is listed."""
     first = rows(((8, 8), 0.9), ((12, 12), 0.8))
     second = [row | {"protocol": "smaller <crop>"} for row in rows(((8, 8), 0.7), ((12, 12), 0.6))]
     report.main([str(workdir(tmp_path / "a", "ape", first + second))])
     table = (tmp_path / "comparison.txt").read_text()
     assert table.splitlines()[-1].split() == ["ape", "90.0", "80.0"]
-    compared, listed = ([score([row]).text() for row in own] for own in (first, second))
-    found = Page(tmp_path).rows
-    assert ["ape", "1", *compared] in found
-    others = [row[2:4] for row in found if row[-1] == "smaller <crop>"]
+    compared, listed = ([score([row]).text() for row in crop_rows] for crop_rows in (first, second))
+    page_rows = Page(tmp_path).rows
+    assert ["ape", "1", *compared] in page_rows
+    others = [row[2:4] for row in page_rows if row[-1] == "smaller <crop>"]
     assert others == [["8x8", listed[0]], ["12x12", listed[1]]]
 
 
-def test_workdirs_of_one_name_stay_apart(tmp_path):
-    """Two seeds: naming a run twice adds none."""
+def test_workdirs_with_equal_names_are_kept_separate(tmp_path):
+    """Naming a run twice does not add a seed."""
     results = rows(((8, 8), 0.9))
     a, b = (workdir(tmp_path / x / "run", "ape", results, seed=k) for k, x in enumerate("xy"))
     for number, path in enumerate((a, b)):
         (path / "decay.png").write_bytes(b"\x89PNG" + bytes([number]))
     report.main([str(a), str(b), str(a), "--out", str(tmp_path / "out")])
-    found = [path.read_bytes()[-1] for path in sorted((tmp_path / "out").glob("*_decay.png"))]
-    assert found == [0, 1]
+    numbers = [path.read_bytes()[-1] for path in sorted((tmp_path / "out").glob("*_decay.png"))]
+    assert numbers == [0, 1]
     assert next(row[1] for row in Page(tmp_path / "out").rows if row[0] == "ape") == "2"
 
 
-def test_a_run_counts_once_and_damaged_or_unfinished_ones_are_refused(tmp_path, capsys):
+def test_duplicate_damaged_and_unfinished_runs_are_refused(tmp_path, capsys):
     a, b, damaged = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "abc")
     (damaged / "config.json").write_text('{"sead": 1}')
-    for given, message in (
+    for workdirs, message in (
         ([a, b], f"^rope_jax.analysis.report: {a} and {b} hold the same run, of seed 0"),
         ([damaged], rf"report: {damaged}/config\.json holds .* \(sead is not a setting"),
         ([tmp_path / "nothing"], "nothing does not exist; complete its run first"),
     ):
-        with refused(capsys, message):
-            report.main(list(map(str, given)))
+        with expect_refusal(capsys, message):
+            report.main(list(map(str, workdirs)))
 
 
-def test_a_run_without_a_position_has_that_of_its_model(tmp_path):
+def test_runs_without_a_position_have_the_models_default(tmp_path):
     a = workdir(tmp_path / "a", None, rows(((8, 8), 0.9)))
     report.main([str(a)])
     assert ["a", "vit_digits", "axial_rope", "0", "1"] in Page(tmp_path).rows
 
 
-def test_accuracy_stands_beside_that_of_the_paper(tmp_path):
+def test_accuracy_is_shown_next_to_the_papers(tmp_path):
     results = rows(((224, 224), 0.8), ((384, 384), 0.81), dataset="imagenet")
     a = workdir(tmp_path / "a", "rope_mixed", results, model="deit3_s16")
     (variant,) = rows(((224, 224), 0.5), dataset="imagenet_a")
@@ -237,7 +238,7 @@ def test_accuracy_stands_beside_that_of_the_paper(tmp_path):
     assert "deit3_s16 with rope_mixed: how scores fall with distance" in page.text
 
 
-def test_the_pictures_of_a_run_are_drawn_if_its_scheme_has_them(tmp_path, capsys):
+def test_pictures_of_a_run_depend_on_its_scheme(tmp_path, capsys):
     a = workdir(tmp_path / "a", "rope_mixed", rows(((8, 8), 0.9)))
     save_run(a, 1, position="rope_mixed")
     report.main([str(a), "--analyse"])
@@ -246,7 +247,7 @@ def test_the_pictures_of_a_run_are_drawn_if_its_scheme_has_them(tmp_path, capsys
     assert "vit_digits with rope_mixed: how scores fall with distance" in Page(tmp_path).text
 
 
-def test_without_matplotlib_there_is_a_page_without_pictures(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_page_has_no_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(curves.importlib.util, "find_spec", lambda name: None)
     assert (
         curves.accuracy_against_resolution({"ape": rows(((8, 8), 0.9))}, tmp_path / "a.png") is None
@@ -256,16 +257,16 @@ def test_without_matplotlib_there_is_a_page_without_pictures(tmp_path, monkeypat
     assert "pip install 'rope_jax[plot]'" in capsys.readouterr().out
 
 
-def test_expected_numbers_name_models_and_schemes_that_exist():
+def test_expected_numbers_name_existing_models_and_schemes():
     from flax import nnx
 
     stage = Stage(depth=1, heads=3, head_dim=64, channels=192, grid=(2, 2))
-    found = expected.entries()
-    named = [entry for entry in found if "other_model" not in entry]
+    entries = expected.entries()
+    named = [entry for entry in entries if "other_model" not in entry]
     assert {entry["model"] for entry in named} <= set(list_models())
     for position in {entry["position"] for entry in named}:
         nnx.eval_shape(lambda position=position: create_position(position, stage, rngs=nnx.Rngs(0)))
-    for entry in found:
+    for entry in entries:
         assert entry.get("top1", 50) > 10 or entry["dataset"] == "imagenet_a"
         assert ("top1" in entry) + ("images_per_second" in entry) + ("value" in entry) == 1
 
@@ -283,25 +284,25 @@ def test_expected_numbers_name_models_and_schemes_that_exist():
         (("deit_ti16", "lape(ape)", 224), [73.11]),
     ],
 )
-def test_expected_numbers_are_those_of_the_tables(question, answer):
+def test_expected_numbers_match_the_tables(question, answer):
     model, position, size = question
-    found = expected.find(
+    entries = expected.find(
         model=model, position=position, dataset="imagenet", resolution=[size, size]
     )
-    assert [entry["top1"] for entry in found] == answer
+    assert [entry["top1"] for entry in entries] == answer
 
 
-def test_recipes_are_those_of_the_tables():
-    """Every printed setting, against the recipe that says it follows the table."""
+def test_recipes_match_the_tables():
+    """Compares printed settings with the recipes that follow the tables."""
     folder = pathlib.Path(__file__).parents[2] / "configs"
     for table in expected.recipes():
         name, _, arguments = table["recipe"].partition(":")
         config = runpy.run_path(str(folder / f"{name}.py"))["get_config"](arguments)
         cfg.resolve(config)
-        differs = [
+        differences = [
             key
             for key, value in table["settings"].items()
             if operator.attrgetter(key)(config) != value
         ]
-        assert differs == table.get("differs", []), table
-        assert not differs or table["note"]
+        assert differences == table.get("differs", []), table
+        assert not differences or table["note"]

@@ -37,7 +37,7 @@ def position(text, **changes):
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("hdit_freqs_dhead")])
-def test_angles_are_the_official_tables_head_by_head(name):
+def test_angles_match_official_tables(name):
     table = np.reshape(GOLDEN[name]["v"], GOLDEN[name]["shape"])
     np.testing.assert_allclose(
         rotation_angles("hdit", table.size, heads=len(table)), table.ravel(), rtol=1e-6
@@ -47,10 +47,10 @@ def test_angles_are_the_official_tables_head_by_head(name):
 def test_one_frequency_reconstructs_a_plane_wave():
     wave = 2 * np.pi * np.array([1 / 8, 2 / 8])  # one period down, two across
     y, x = np.mgrid[:8, :8]
-    wanted = np.cos((y - 4) * wave[0] + (x - 4) * wave[1])
+    expected = np.cos((y - 4) * wave[0] + (x - 4) * wave[1])
     freqs = wave[None, None, :, None]  # [layers, N, A, R]
-    np.testing.assert_allclose(fourier_reconstruction(freqs, (8, 8)), wanted, atol=1e-12)
-    np.testing.assert_allclose(fourier_mask_reconstruction(freqs, (8, 8)), wanted, atol=1e-12)
+    np.testing.assert_allclose(fourier_reconstruction(freqs, (8, 8)), expected, atol=1e-12)
+    np.testing.assert_allclose(fourier_mask_reconstruction(freqs, (8, 8)), expected, atol=1e-12)
 
 
 def test_all_frequencies_of_a_grid_reconstruct_the_point():
@@ -78,7 +78,7 @@ def test_windows_have_the_spacing_of_their_map():
     np.testing.assert_allclose(windowed, frequencies(position("axial_rope"), (6, 6)), rtol=1e-5)
 
 
-def test_scores_are_those_of_rotated_ones():
+def test_scores_match_rotated_vectors():
     scheme = position("rope1d", heads=1)
     freqs = frequencies(scheme, (6, 6))
     score, bound = score_decay(freqs, np.array([0.0, 1, 7]))
@@ -97,16 +97,16 @@ def test_no_score_exceeds_its_bound(name):
     assert (abs(score) <= bound + 1e-12).all()
 
 
-def test_every_reading_has_its_formula():
+def test_readings_match_their_formulas():
     t = np.arange(8) / 8
     values = [100**-t, np.pi * 10**t, 10**t, np.pi ** (t * np.log(10))]
-    for name, wanted in zip(READINGS, values, strict=True):
-        np.testing.assert_allclose(rotation_angles(name, 8), wanted, rtol=1e-12)
+    for name, expected in zip(READINGS, values, strict=True):
+        np.testing.assert_allclose(rotation_angles(name, 8), expected, rtol=1e-12)
     heads = rotation_angles("rope2d", 8, heads=2)  # share one ladder
     np.testing.assert_allclose(heads, rotation_angles("rope2d", 8))
 
 
-def test_correlation_of_known_positions():
+def test_correlations_of_known_positions():
     rows = np.array([[[1.0, 0], [1, 1], [0, 1], [-1, 0]]])
     np.testing.assert_allclose(
         position_correlation(rows, (2, 2), 0), [[[1, np.sqrt(0.5)], [0, -1]]], atol=1e-12
@@ -118,19 +118,19 @@ def test_correlation_of_known_positions():
 
 def test_positions_of_layers():
     model = small_model("deit_ti16", "lape(ape)")
-    wanted = model.position.terms((3, 5)).add.value[:, 1:]
-    np.testing.assert_allclose(layer_positions(model, (3, 5)), wanted, rtol=1e-6)
+    expected = model.position.terms((3, 5)).add.value[:, 1:]
+    np.testing.assert_allclose(layer_positions(model, (3, 5)), expected, rtol=1e-6)
     model = small_model("deit_ti16", "ape")
     norm = model.blocks[1].norm1
     embedding = np.asarray(model.position.embed(jnp.zeros((1, 16, 48)), (3, 5))[0, 1:])
     centred = embedding - embedding.mean(-1, keepdims=True)
-    wanted = centred / np.sqrt(embedding.var(-1, keepdims=True) + 1e-6) * norm.scale + norm.bias
-    np.testing.assert_allclose(layer_positions(model, (3, 5))[1], wanted, atol=1e-5)
+    expected = centred / np.sqrt(embedding.var(-1, keepdims=True) + 1e-6) * norm.scale + norm.bias
+    np.testing.assert_allclose(layer_positions(model, (3, 5))[1], expected, atol=1e-5)
     with pytest.raises(ValueError, match="adds no embedding to the tokens"):
         layer_positions(small_model("deit_ti16", "rope2d"), (3, 5))
 
 
-def test_costs_are_those_of_the_papers():
+def test_costs_match_the_papers():
     """Heo et al.: 9,216 parameters, and 10.8 million operations in ViT-B if all are counted.
 
     Their 1.8 million are one product per channel.

@@ -27,7 +27,7 @@ def compile_for(gpus, tmp_path):
     The mesh has the axes "data" and "heads".
     """
 
-    def compile_one(mesh_shape, f, *shapes, on=gpus, **options):
+    def compile_on_mesh(mesh_shape, f, *shapes, on=gpus, **options):
         return compile_program(on, mesh_shape, tmp_path, f, shapes, **options)
 
-    return compile_one
+    return compile_on_mesh

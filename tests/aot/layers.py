@@ -8,13 +8,13 @@ from rope_jax_kernels import Rotation, attention_qkv
 from rope_jax_kernels.model_shapes import LAYERS
 
 
-def layer_of(name, **changes):
-    """A model's layer with some of its fields changed."""
+def make_layer(name, **changes):
+    """A model's layer with some fields changed."""
     return dataclasses.replace(LAYERS[name], **changes)
 
 
 def attend(layer, implementation, qkv, coords, freqs, bias=None, cotangent=None):
-    """The output alone; `cotangent` is there for the signature of `train`."""
+    """The output alone; `cotangent` matches the signature of `train`."""
     del cotangent
     return attention_qkv(
         qkv,
@@ -26,7 +26,7 @@ def attend(layer, implementation, qkv, coords, freqs, bias=None, cotangent=None)
 
 
 def train(layer, implementation, qkv, coords, freqs, bias, cotangent):
-    """The output and the gradients of qkv, freqs and, where there is one, bias."""
+    """The output and the gradients of qkv, freqs and the bias, if any."""
     learned = (qkv, freqs, bias) if layer.bias else (qkv, freqs)
     out, pull_back = jax.vjp(
         lambda qkv, freqs, bias=None: attend(layer, implementation, qkv, coords, freqs, bias),

@@ -1,4 +1,4 @@
-"""A program compiled for a GPU that need not be there: its launches, buffers and Pallas kernels."""
+"""A program compiled for a GPU that may be absent: its launches, buffers and Pallas kernels."""
 
 import dataclasses
 import importlib.util
@@ -30,9 +30,9 @@ _PINNED = (pathlib.Path(__file__).parents[2] / "constraints.txt").read_text()
 
 
 def budget(most: float, *, elsewhere: float = math.inf) -> float:
-    """The most instructions, registers or spilled bytes, with the jax of constraints.txt.
+    """The limit of instructions, registers or spilled bytes, with the jax of constraints.txt.
 
-    Any other jax, whose compilers write other code, may take as many as `elsewhere`.
+    Any other jax, whose compilers generate other code, has the limit `elsewhere`.
     """
     return most if f"jax=={jax.__version__}" in _PINNED.splitlines() else elsewhere
 
@@ -59,31 +59,31 @@ class Launch:
 
 
 def launches(text: str, computation: str | None = None, times: int = 1) -> list[Launch]:
-    """What the entry of a program launches, or another computation of it.
+    """The launches of the entry of a program, or of another computation.
 
     The body of a loop counts as often as it runs.
     """
     headers = list(HEADER.finditer(text))
     start = next(x.end() for x in headers if (x[2] == computation if computation else x[1]))
     instructions = INSTRUCTION.findall(text[start : text.index("\n}", start)])
-    types, found = {name: shape for name, shape, *_ in instructions}, []
-    for _, shape, operation, operands, rest in instructions:
+    types, launched = {name: shape for name, shape, *_ in instructions}, []
+    for _, shape, operation, operands, attributes in instructions:
         if operation in ("while", "call"):
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
-            called = re.search(r"(?:body|to_apply)=%([\w.-]+)", rest)[1]
-            found += launches(text, called, times * int(trips[1] if trips else 1))
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
+            called = re.search(r"(?:body|to_apply)=%([\w.-]+)", attributes)[1]
+            launched += launches(text, called, times * int(trips[1] if trips else 1))
         elif operation not in FREE:
-            target = re.search(r'custom_call_target="([^"]*)"', rest)
+            target = re.search(r'custom_call_target="([^"]*)"', attributes)
             read = {name: types[name] for name in re.findall(r"%([\w.-]+)", operands)}
             moved = sum(sum(sizes(x)) for x in (shape, *read.values()))
-            found.append(Launch(target[1] if target else operation, moved, times))
-    return found
+            launched.append(Launch(target[1] if target else operation, moved, times))
+    return launched
 
 
 def tool(name: str) -> str | None:
-    """The path of ptxas or nvdisasm, of the nvidia wheels or on PATH; None if there is neither."""
-    found = importlib.util.find_spec("nvidia")
-    for root in found.submodule_search_locations if found else ():
+    """The path of ptxas or nvdisasm in the nvidia wheels or on PATH, or None."""
+    wheel = importlib.util.find_spec("nvidia")
+    for root in wheel.submodule_search_locations if wheel else ():
         for path in pathlib.Path(root).glob(f"*/bin/{name}"):
             return str(path)
     return shutil.which(name)
@@ -128,14 +128,14 @@ class Program:
     kernels: list[Kernel]
 
     def launches(self) -> int:
-        """How many Pallas kernels run."""
+        """The number of launches of Pallas kernels."""
         return sum(self.operations.count(target) for target in TARGETS.values())
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
     """The name of each collective operation, and bytes per device of its largest array."""
-    found = re.findall(rf"%\S+ = (\(.*?\)|\S+) ({COLLECTIVE})(?:-start)?\(", text)
-    return [(kind, max(sizes(shape))) for shape, kind in found]
+    operations = re.findall(rf"%\S+ = (\(.*?\)|\S+) ({COLLECTIVE})(?:-start)?\(", text)
+    return [(kind, max(sizes(shape))) for shape, kind in operations]
 
 
 def compile_ahead(f, shapes, device, donate=(), options=None) -> jax.stages.Compiled:

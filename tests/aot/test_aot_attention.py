@@ -8,32 +8,34 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Neighborhood
-from tests.aot.layers import attend, layer_of, train
+from tests.aot.layers import attend, make_layer, train
 from tests.aot.program import budget, collectives
 
 
-def case_of(name, backward, dtype="bfloat16", **changes):
+def make_case(name, backward, dtype="bfloat16", **changes):
     """A layer, its dtype, and the launches of its backward pass with all gradients."""
-    return layer_of(name, **changes), dtype, backward
+    return make_layer(name, **changes), dtype, backward
 
 
 CASES = {
-    "ViT-S": case_of("vit_s_class_token", 2),
-    "ViT-S, all channels": case_of("vit_s_rope_mixed", 2),
-    "ViT-S, all channels, bias": case_of("vit_s_rope_mixed", 3, bias=True),
-    "ViT, heads of 32": case_of("vit_s_12_heads", 2),
-    "ViT at 512 px": case_of("vit_s_512px", 2),
-    "ViT, heads of 128": case_of("vit_heads_of_128", 2),
-    "ViT-S, float32": case_of("vit_s_class_token", 2, pairs=32, dtype="float32"),
-    "Swin at 384 px, no bias": case_of("swin_384px", 2, bias=False),
-    "Swin": case_of("swin_t_1", 1),
-    "Swin, heads of 64": case_of("swin_t_1", 2, head_dim=64, pairs=16),
-    "Swin at 384 px": case_of("swin_384px", 3),
-    "Swin, float16": case_of("swin_t_2", 1, pairs=16, bias=False, dtype="float16"),
-    "NAT": case_of("nat_mini_1", 3),
-    "NAT, all channels, no bias": case_of("nat_mini_1", 2, pairs=16, bias=False),
-    "DiNAT": case_of("dinat_mini_1", 2),
-    "NAT of 13, float32": case_of("nat_mini_2", 3, pattern=Neighborhood((13, 13)), dtype="float32"),
+    "ViT-S": make_case("vit_s_class_token", 2),
+    "ViT-S, all channels": make_case("vit_s_rope_mixed", 2),
+    "ViT-S, all channels, bias": make_case("vit_s_rope_mixed", 3, bias=True),
+    "ViT, heads of 32": make_case("vit_s_12_heads", 2),
+    "ViT at 512 px": make_case("vit_s_512px", 2),
+    "ViT, heads of 128": make_case("vit_heads_of_128", 2),
+    "ViT-S, float32": make_case("vit_s_class_token", 2, pairs=32, dtype="float32"),
+    "Swin at 384 px, no bias": make_case("swin_384px", 2, bias=False),
+    "Swin": make_case("swin_t_1", 1),
+    "Swin, heads of 64": make_case("swin_t_1", 2, head_dim=64, pairs=16),
+    "Swin at 384 px": make_case("swin_384px", 3),
+    "Swin, float16": make_case("swin_t_2", 1, pairs=16, bias=False, dtype="float16"),
+    "NAT": make_case("nat_mini_1", 3),
+    "NAT, all channels, no bias": make_case("nat_mini_1", 2, pairs=16, bias=False),
+    "DiNAT": make_case("dinat_mini_1", 2),
+    "NAT of 13, float32": make_case(
+        "nat_mini_2", 3, pattern=Neighborhood((13, 13)), dtype="float32"
+    ),
 }
 
 
@@ -67,20 +69,20 @@ def test_machine_code(name, compile_for):
 def test_sharded_over_batch_and_heads(name, learned, count, compile_for):
     """Forward and with gradients: only sums over examples are communicated.
 
-    Fixed frequencies, as most schemes have them, get no gradient.
+    Fixed frequencies, as in most schemes, have no gradient.
     """
     layer, dtype, _ = CASES[name]
-    shapes, of_bias = layer.shapes(16, dtype), P("heads") if layer.bias else P()
+    shapes, bias_spec = layer.shapes(16, dtype), P("heads") if layer.bias else P()
     data = P("data", *[None] * (1 + len(layer.places)), "heads")
     output = P("data", *[None] * len(layer.places), "heads")
-    specs = [data, P(), P("heads"), of_bias, output]
+    specs = [data, P(), P("heads"), bias_spec, output]
     f = functools.partial(attend, layer, "triton")
     sharded = jax.shard_map(f, in_specs=tuple(specs[:4]), out_specs=specs[4])
 
     def step(*arguments):
         *operands, cotangent = arguments
         operands = dict(zip(shapes, operands, strict=False))
-        run = lambda some: sharded(*(operands | some).values())
+        run = lambda learned_operands: sharded(*(operands | learned_operands).values())
         out, pull_back = jax.vjp(run, {name: operands[name] for name in learned})
         return out, pull_back(cotangent)
 
@@ -93,28 +95,28 @@ def test_sharded_over_batch_and_heads(name, learned, count, compile_for):
 @pytest.mark.parametrize(
     ("name", "ratio"), [("vit_s_12_heads", 5.2), ("swin_t_1", 2.7), ("nat_mini_1", 9.0)]
 )
-def test_nothing_is_saved_but_operands_output_and_a_number_for_each_query(name, ratio, gpus):
-    """Of a layer in training, against plain jax.numpy."""
-    layer = layer_of(name, bias=False)
+def test_training_saves_operands_outputs_and_one_number_per_query(name, ratio, gpus):
+    """Bytes that a layer saves in training, against plain jax.numpy."""
+    layer = make_layer(name, bias=False)
     *operands, _, out = layer.shapes(128).values()
 
-    def saved_bytes(implementation):
-        def saved(qkv, coords, freqs):
+    def count_bytes(implementation):
+        def save(qkv, coords, freqs):
             f = lambda qkv: attend(layer, implementation, qkv, coords, freqs)
             return jax.tree.leaves(jax.vjp(f, qkv)[1])
 
         with jax.sharding.use_abstract_mesh(jax.sharding.Mesh(gpus[:1], ("data",)).abstract_mesh):
-            variables = jax.make_jaxpr(saved)(*operands).jaxpr.outvars
+            variables = jax.make_jaxpr(save)(*operands).jaxpr.outvars
         # An array that is saved twice is one variable.
         return sum({id(x): x.aval.size * x.aval.dtype.itemsize for x in variables}.values())
 
     # q, k, v and the output in bfloat16, logarithms of sums in float32.
-    least = 2 * out.size * 4 + 4 * out.size / layer.head_dim
-    assert least < saved_bytes("triton") < 1.001 * least
-    assert saved_bytes("xla") > ratio * saved_bytes("triton")
+    minimum = 2 * out.size * 4 + 4 * out.size / layer.head_dim
+    assert minimum < count_bytes("triton") < 1.001 * minimum
+    assert count_bytes("xla") > ratio * count_bytes("triton")
 
 
-def test_more_elements_than_32_bits_count(compile_for):
+def test_more_elements_than_32_bits_can_index(compile_for):
     layer, dtype, _ = CASES["ViT-S"]
     *shapes, out = layer.shapes(2**15, dtype).values()
     assert out.size > 2**31

@@ -8,22 +8,22 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Global, attention
-from tests.aot.layers import attend, layer_of, train
+from tests.aot.layers import attend, make_layer, train
 from tests.aot.program import TARGETS, budget, collectives
 
-# Layer, dtype, and the registers of a thread that its warpgroups leave.
+# Layer, dtype, and the registers per thread that its warpgroups allow.
 CASES = {
-    "ViT-S": (layer_of("vit_s_class_token"), "bfloat16", 128),
-    "ViT-S, all channels": (layer_of("vit_s_rope_mixed"), "float16", 128),
-    "ViT-S, no rotation": (layer_of("vit_s_class_token", pairs=0), "bfloat16", 128),
-    "ViT at 512 px": (layer_of("vit_s_512px", pairs=32), "bfloat16", 168),
-    "heads of 32": (layer_of("vit_s_12_heads", places=(785,), pairs=16), "bfloat16", 128),
-    "heads of 128": (layer_of("vit_heads_of_128", places=(1025,)), "bfloat16", 255),
-    "one head, few tokens": (layer_of("vit_s", places=(50,), heads=1), "bfloat16", 255),
-    "few heads of 128": (layer_of("vit_heads_of_128", places=(100,), pairs=32), "bfloat16", 255),
-    "few heads of 32": (layer_of("vit_s_12_heads"), "float16", 128),
+    "ViT-S": (make_layer("vit_s_class_token"), "bfloat16", 128),
+    "ViT-S, all channels": (make_layer("vit_s_rope_mixed"), "float16", 128),
+    "ViT-S, no rotation": (make_layer("vit_s_class_token", pairs=0), "bfloat16", 128),
+    "ViT at 512 px": (make_layer("vit_s_512px", pairs=32), "bfloat16", 168),
+    "heads of 32": (make_layer("vit_s_12_heads", places=(785,), pairs=16), "bfloat16", 128),
+    "heads of 128": (make_layer("vit_heads_of_128", places=(1025,)), "bfloat16", 255),
+    "one head, few tokens": (make_layer("vit_s", places=(50,), heads=1), "bfloat16", 255),
+    "few heads of 128": (make_layer("vit_heads_of_128", places=(100,), pairs=32), "bfloat16", 255),
+    "few heads of 32": (make_layer("vit_s_12_heads"), "float16", 128),
 }
-# Those with Mosaic GPU's backward kernel, and the bytes that it spills, outside its inner loop.
+# Cases with Mosaic GPU's backward kernel, and the bytes that it spills outside its inner loop.
 BACKWARD = {
     "ViT-S": 0,
     "ViT-S, all channels": 64,
@@ -38,7 +38,7 @@ MOSAIC, TRITON = TARGETS["mosaic"], TARGETS["triton"]
 
 
 def shapes(name, batch=16):
-    """Of qkv, coords, freqs (of one pair where none turn), bias (none) and the output."""
+    """Shapes of qkv, coords, freqs (of one pair if none turn), bias (none) and the output."""
     layer, dtype, _ = CASES[name]
     return list(layer.shapes(batch, dtype).values())
 
@@ -50,7 +50,7 @@ def forward(name):
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, compile_for):
     program = compile_for((1, 1), forward(name), *shapes(name)[:3])
-    assert program.operations == [MOSAIC]  # nothing before the kernel and nothing after it
+    assert program.operations == [MOSAIC]  # no operation before or after the kernel
     (kernel,) = program.kernels
     assert kernel.local_bytes <= budget(0)
     assert kernel.registers <= CASES[name][-1]
@@ -68,7 +68,7 @@ def test_separate_arrays_and_gradients_need_no_copy(compile_for):
     assert compile_for((1, 1), gradients, x, x, x, x).operations == [MOSAIC] * 2
 
 
-def kernels_of(program):
+def list_kernels(program):
     return [x for x in program.operations if x in TARGETS.values()]
 
 
@@ -78,7 +78,7 @@ def test_machine_code_backward(name, compile_for):
         (1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name, 256)
     )
     layer, _, registers = CASES[name]
-    assert kernels_of(program) == [MOSAIC] * 2
+    assert list_kernels(program) == [MOSAIC] * 2
     # Tables of cosines and sines, and sums of the gradient of freqs; zeros where nothing turns.
     assert set(program.operations) - {MOSAIC} <= {"fusion", "reduce", "broadcast"}
     (kernel,) = (x for x in program.kernels if "attention_mosaic_backward" in x.ptx)
@@ -89,11 +89,11 @@ def test_machine_code_backward(name, compile_for):
     assert kernel.runs_out == 0
 
 
-def test_training_with_more_tokens_is_one_launch_forward_and_two_of_triton_backward(compile_for):
+def test_triton_runs_the_backward_pass_of_many_tokens(compile_for):
     name = "ViT at 512 px"
     program = compile_for((1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name))
-    assert kernels_of(program) == [MOSAIC, *[TRITON] * 2]
-    assert set(program.operations) - set(kernels_of(program)) <= {"fusion", "reduce"}
+    assert list_kernels(program) == [MOSAIC, *[TRITON] * 2]
+    assert set(program.operations) - set(list_kernels(program)) <= {"fusion", "reduce"}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -109,11 +109,11 @@ def test_no_collective_when_sharded_over_batch_and_heads(check_vma, compile_for)
 
     *operands, _, out = shapes("ViT-S")
     program = compile_for((2, 3), step, *operands, out, specs=specs)
-    assert kernels_of(program) == [MOSAIC] * 2
+    assert list_kernels(program) == [MOSAIC] * 2
     assert collectives(program.text) == []
 
 
-def test_more_elements_than_32_bits_count(compile_for):
+def test_more_elements_than_32_bits_can_index(compile_for):
     """The copy engine has its own coordinates; the kernel computes only addresses of lse."""
     many = shapes("ViT-S", batch=2**15)
     assert many[4].size > 2**31

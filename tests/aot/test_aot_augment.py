@@ -15,7 +15,7 @@ from tests.aot.program import collectives
 @pytest.mark.parametrize(
     ("augment", "loops"), [("rand_augment", 1), ("three_augment+color_jitter", 2)]
 )
-def test_images_are_augmented_where_they_are(compile_for, augment, loops):
+def test_augmentations_do_not_communicate(compile_for, augment, loops):
     """No communication; the loops are over RandAugment's layers and the filters of a blur."""
     plan = split_augment(augment)
 
@@ -30,6 +30,6 @@ def test_images_are_augmented_where_they_are(compile_for, augment, loops):
     assert collectives(program.text) == []
     carried = re.findall(r"= \((.*)\) while\(", program.text)
     assert len(carried) == loops
-    assert all(re.search(r"u(8|32)\[16,224,224,3\]", one) for one in carried)
-    # A layer chooses among fifteen operations, and is not fifteen programs.
+    assert all(re.search(r"u(8|32)\[16,224,224,3\]", shapes) for shapes in carried)
+    # A layer chooses among fifteen operations instead of running fifteen programs.
     assert len(re.findall(r"= \S+ (?:fusion|scatter|copy)\(", program.text)) < 40

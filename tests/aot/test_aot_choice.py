@@ -1,4 +1,4 @@
-"""The default of attention, and all that it could be, compiled and trained at the layers of models.
+"""The default of attention, and its alternatives, compiled and trained at the layers of models.
 
 A kernel that explains itself as "ok" and then does not compile would end a training.
 """
@@ -18,18 +18,18 @@ from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering
-from tests.kernels.test_dispatch import chosen, mesh_of
+from tests.kernels.test_dispatch import abstract_mesh, choose
 
 KINDS = (H200, A100, L4, T4)
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
 
 
-def compiled(layer, implementation, gpu, dtype="bfloat16", function=train):
+def compile_layer(layer, implementation, gpu, dtype="bfloat16", function=train):
     shapes = list(layer.shapes(4, dtype).values())
     return compile_ahead(functools.partial(function, layer, implementation), shapes, gpu)
 
 
-def kernels_of(program):
+def attention_kernels(program):
     """Kernels of attention in a program: "cudnn", "triton"."""
     targets = set(re.findall(r'custom_call_target="([^"]*)"', program.as_text()))
     names = {"__cudnn$fmha": "cudnn", "triton": "triton"}
@@ -37,7 +37,7 @@ def kernels_of(program):
 
 
 def holds_weights(layer, program):
-    """Whether a program holds an array of logits or weights of `Global`."""
+    """True if a program holds an array of logits or weights of `Global`."""
     sizes = (layer.tokens, layer.tokens + layer.tokens % 2)
     return any(f",{n},{n}]" in program.as_text() for n in sizes)
 
@@ -55,14 +55,14 @@ def test_the_default(case, function, gpu_of):
     """Forward, and with gradients."""
     kind, name = case
     layer = LAYERS[name]
-    program = compiled(layer, None, gpu_of(kind), function=function)
+    program = compile_layer(layer, None, gpu_of(kind), function=function)
     if isinstance(layer.pattern, Global):
-        # Beside cuDNN is the kernel that unpacks and rotates.
+        # A kernel that unpacks and rotates runs before cuDNN.
         expected = set() if kind == T4 else {"cudnn", "triton"}
         assert holds_weights(layer, program) == (kind == T4)
     else:
         expected = {"triton"} if kind == H200 else set()
-    assert kernels_of(program) == expected
+    assert attention_kernels(program) == expected
 
 
 GLOBAL = [name for name, layer in LAYERS.items() if isinstance(layer.pattern, Global)]
@@ -71,22 +71,22 @@ GLOBAL = [name for name, layer in LAYERS.items() if isinstance(layer.pattern, Gl
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("name", GLOBAL)
 @pytest.mark.parametrize("kind", covering([H200, A100, L4], [H200]))
-def test_cudnn_trains_at_the_numbers_of_tokens_of_models(kind, name, biased, gpu_of):
+def test_cudnn_trains_with_the_token_counts_of_models(kind, name, biased, gpu_of):
     layer = dataclasses.replace(LAYERS[name], bias=biased)
-    program = compiled(layer, "cudnn", gpu_of(kind))
-    assert kernels_of(program) == {"cudnn", "triton"}
+    program = compile_layer(layer, "cudnn", gpu_of(kind))
+    assert attention_kernels(program) == {"cudnn", "triton"}
     assert "fmha" + ("ScaleBias" if biased else "") + "Softmax" in program.as_text()
     assert biased or not holds_weights(layer, program)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
-def test_whatever_serves_a_layer_trains(name, gpus):
-    """Each by its name, on an H200; the others' defaults are above."""
-    with jax.sharding.use_abstract_mesh(mesh_of()):
-        _, reasons = chosen(LAYERS[name], "bfloat16")
+def test_serving_implementations_train(name, gpus):
+    """Each implementation by name, on an H200; defaults of other GPUs are tested above."""
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        _, reasons = choose(LAYERS[name], "bfloat16")
     for implementation in (name for name, reason in reasons.items() if reason == "ok"):
-        compiled(LAYERS[name], implementation, gpus[0])
+        compile_layer(LAYERS[name], implementation, gpus[0])
 
 
 def layers(layer, implementation, depth, x, w, freqs, coords):
@@ -105,16 +105,16 @@ def layers(layer, implementation, depth, x, w, freqs, coords):
 @pytest.mark.parametrize(
     ("name", "by"), [("vit_s_class_token", "cudnn"), ("dinat_mini_1", "triton")]
 )
-def test_what_a_cpu_would_save_costs_a_gpu_nothing(name, by, gpus):
+def test_the_default_costs_a_gpu_no_memory(name, by, gpus):
     """The program of a scan of layers is that of the named kernel, with its memory."""
     layer, depth = LAYERS[name], 4
     channels = layer.heads * layer.head_dim
-    of = layer.shapes(16)
+    layer_shapes = layer.shapes(16)
     shapes = [
         jax.ShapeDtypeStruct((16, *layer.places, channels), jnp.bfloat16),
         jax.ShapeDtypeStruct((depth, channels, 3 * channels), jnp.bfloat16),
-        of["freqs"],
-        of["coords"],
+        layer_shapes["freqs"],
+        layer_shapes["coords"],
     ]
     default, named = (
         compile_ahead(functools.partial(layers, layer, name, depth), shapes, gpus[0])
@@ -136,8 +136,8 @@ def test_several_gpus(form, biased, compile_for):
     Only the gradient of a bias that all examples share is summed over the GPUs.
     """
     layer = dataclasses.replace(LAYERS["vit_s_class_token"], bias=biased)
-    of_bias = P("heads") if biased else P()
-    specs = (P("data", None, None, "heads"), P(), P("heads"), of_bias, P("data", None, "heads"))
+    bias_spec = P("heads") if biased else P()
+    specs = (P("data", None, None, "heads"), P(), P("heads"), bias_spec, P("data", None, "heads"))
     f = functools.partial(attend, layer, None)
     if form == "shard_map":
         f = jax.shard_map(f, in_specs=specs[:4], out_specs=specs[4])
@@ -150,4 +150,4 @@ def test_several_gpus(form, biased, compile_for):
     assert any("fmha" in x and "Backward" in x for x in program.operations)
     assert program.launches() == (1 if form == "shard_map" else 0)
     assert [kind for kind, _ in collectives(program.text)] == ["all-reduce"] * biased
-    assert "bf16[4,2,198,64]" in program.text  # a GPU's share of the batch and of the heads
+    assert "bf16[4,2,198,64]" in program.text  # a GPU's part of the batch and of the heads

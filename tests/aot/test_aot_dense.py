@@ -30,7 +30,7 @@ def test_recipes_with_queries_fit(title, limit):
     assert float(rest) * 2**30 < limit * 1e9
 
 
-def test_windows_of_vitdet_run_in_the_kernels(gpus):
+def test_windows_of_vitdet_run_in_kernels(gpus):
     """No scores of windows and no copies of padded maps with heads apart, forwards or backwards."""
     options = {"position": "rope_mixed", "head": "linear", "num_classes": 2}
     options["options"] = (

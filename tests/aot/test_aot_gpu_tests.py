@@ -1,4 +1,4 @@
-"""What the GPU tests and benchmarks run, compiled for Hopper.
+"""The programs of the GPU tests and benchmarks, compiled for Hopper.
 
 Errors that a compiler can find are found here, without a GPU.
 """
@@ -20,7 +20,7 @@ RUNS = [*programs.RUNS, *programs.MANY_EXAMPLES, *programs.MANY_ELEMENTS]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run} {run.batch}")
-def test_programs_of_the_gpu_tests(run, gpus, tmp_path):
+def test_programs_of_the_gpu_tests_compile(run, gpus, tmp_path):
     """A grid's second and third axes have at most 65,535 programs."""
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "none"}
     compile_ahead(run, run.shapes(), gpus[0], options=dump)
@@ -29,15 +29,15 @@ def test_programs_of_the_gpu_tests(run, gpus, tmp_path):
     assert all(max(int(y), int(z)) < 2**16 for _, y, z in grids)
 
 
-def kinds_in_loop(step, operands, gpu, *, in_place, least=0):
-    """What the body of a benchmark's loop launches that moves at least so many bytes."""
+def kinds_in_loop(step, operands, gpu, *, in_place, min_bytes=0):
+    """Kinds of the launches in a benchmark's loop that move at least `min_bytes`."""
     loop = _timing.loop_of(step, 4, in_place=in_place)
     shapes = jax.eval_shape(operands)
     with Choices():
         donate = (0,) if in_place else ()
         text = compile_ahead(loop, shapes, gpu, donate=donate).as_text()
     (body,) = re.findall(r"body=%([\w.-]+)", text)
-    return [x.kind for x in launches(text, body) if x.bytes >= least]
+    return [x.kind for x in launches(text, body) if x.bytes >= min_bytes]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def kinds_in_loop(step, operands, gpu, *, in_place, least=0):
         ("swin_t_1", "training", "triton+rope", "triton"),
     ],
 )
-def test_a_loop_of_the_benchmark_launches_every_layer(name, direction, form, kind, gpus):
+def test_benchmark_loops_launch_every_layer(name, direction, form, kind, gpus):
     layer, copies = LAYERS[name], 5
     step = _layers.step_of(layer.pattern, form, direction)
     operands = functools.partial(_layers.operands, layer, 128, copies)
@@ -61,11 +61,11 @@ def test_a_loop_of_the_benchmark_launches_every_layer(name, direction, form, kin
 
 @pytest.mark.parametrize("form", ["xla", "triton"])
 @pytest.mark.parametrize("copies", [1, 4])
-def test_a_loop_of_rotations_launches_once_a_step(copies, form, gpus):
-    """And copies nothing: neither back to where a loop began, nor around a kernel."""
+def test_rotation_loops_launch_once_per_step(copies, form, gpus):
+    """They copy nothing, neither to the start of the loop nor around a kernel."""
     problem = _rotations.Problem(16, 3, 14, 64, direction="backward")
     operands = functools.partial(_rotations.operands, problem, form, copies)
-    step, least = _rotations.step_of(problem, form), 4 * math.prod(problem.shape)
-    kinds = kinds_in_loop(step, operands, gpus[0], in_place=True, least=least)
+    step, min_bytes = _rotations.step_of(problem, form), 4 * math.prod(problem.shape)
+    kinds = kinds_in_loop(step, operands, gpus[0], in_place=True, min_bytes=min_bytes)
     kind = "fusion" if form == "xla" else "__gpu$xla.gpu.triton"
     assert kinds == [kind] * _timing.steps_of(copies)

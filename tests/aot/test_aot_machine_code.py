@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks._gpus import A100, L4
 from rope_jax_kernels import rotate_by_angles
-from tests.aot.layers import layer_of, train
+from tests.aot.layers import make_layer, train
 from tests.aot.program import budget, tool
 
 pytestmark = pytest.mark.skipif(
@@ -23,14 +23,14 @@ COPIED = 4.3e6  # bytes in a microsecond: an assumption of what a copy reaches o
 
 # Layer of the table -> the layer, images, implementation.
 CASES = {
-    "ViT, 6 heads of 64": (layer_of("vit_s_class_token", bias=False), 256, "triton"),
-    "ViT, 6 heads of 64, mosaic": (layer_of("vit_s_class_token", bias=False), 256, "mosaic"),
-    "ViT, 12 heads of 32": (layer_of("vit_s_12_heads", bias=False), 256, "triton"),
-    "ViT, 12 heads of 32, mosaic": (layer_of("vit_s_12_heads", bias=False), 256, "mosaic"),
-    "Swin, stage 1": (layer_of("swin_t_1", bias=False), 128, "triton"),
-    "Swin, stage 1, bias": (layer_of("swin_t_1", bias=True), 128, "triton"),
-    "NAT, stage 1": (layer_of("nat_mini_1", bias=False), 64, "triton"),
-    "NAT, stage 1, bias": (layer_of("nat_mini_1", bias=True), 64, "triton"),
+    "ViT, 6 heads of 64": (make_layer("vit_s_class_token", bias=False), 256, "triton"),
+    "ViT, 6 heads of 64, mosaic": (make_layer("vit_s_class_token", bias=False), 256, "mosaic"),
+    "ViT, 12 heads of 32": (make_layer("vit_s_12_heads", bias=False), 256, "triton"),
+    "ViT, 12 heads of 32, mosaic": (make_layer("vit_s_12_heads", bias=False), 256, "mosaic"),
+    "Swin, stage 1": (make_layer("swin_t_1", bias=False), 128, "triton"),
+    "Swin, stage 1, bias": (make_layer("swin_t_1", bias=True), 128, "triton"),
+    "NAT, stage 1": (make_layer("nat_mini_1", bias=False), 64, "triton"),
+    "NAT, stage 1, bias": (make_layer("nat_mini_1", bias=True), 64, "triton"),
 }
 # Kernels of the forward pass; those of the backward pass also move gradients.
 FORWARD = ("attention_forward_kernel", "attention_mosaic")
@@ -43,28 +43,28 @@ ROTATIONS = {
 }
 
 
-def recorded(label):
+def recorded_rows(label):
     """Kernel -> instructions, registers, bytes spilled and the floor, as the table has them."""
     rows = re.findall(rf"^\| {re.escape(label)} \| `(\w+)` \| (.*) \|$", README.read_text(), re.M)
     return {name: [float(x) for x in cells.split(" | ")] for name, cells in rows}
 
 
 def check(program, label, floors):
-    """What the table has; with other releases of jax, nothing spills more than a little.
+    """Compares with the table; with other releases of jax, spills may only be small.
 
-    `floors` are microseconds by kernel. The compilers of `mosaic` do not always count alike.
+    `floors` are microseconds by kernel. The compilers of `mosaic` may vary slightly.
     """
-    found = {}
+    measured = {}
     for kernel in program.kernels:
         name = kernel.name.removesuffix("_mosaic_gpu_kernel")
         instructions = pytest.approx(len(kernel.instructions()), rel=0.01)
         floor = pytest.approx(floors(name), rel=0.02)
-        found[name] = [instructions, kernel.registers, kernel.spilled_bytes, floor]
+        measured[name] = [instructions, kernel.registers, kernel.spilled_bytes, floor]
         assert kernel.spilled_bytes <= budget(0, elsewhere=256)
-    rows = recorded(label)
-    assert found.keys() == rows.keys()
+    rows = recorded_rows(label)
+    assert measured.keys() == rows.keys()
     if budget(0) == 0:
-        assert rows == found
+        assert rows == measured
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -94,7 +94,7 @@ def test_rotation(label, compile_for):
     program = compile_for((1, 1), f, x, theta, donate=(0,))
     # Half of the channels, read and written, and the angles.
     check(program, label, lambda name: (2 * x.size + 4 * theta.size) / COPIED)
-    assert sines(*program.kernels) in (2, 8)  # of each pair both at once: 2 or 8 pairs a thread
+    assert sines(*program.kernels) in (2, 8)  # both of a pair at once: 2 or 8 pairs per thread
 
 
 @pytest.mark.parametrize("kind", [A100, L4])

@@ -12,13 +12,13 @@ from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes
 from tests.aot.layers import rotation_shapes
 from tests.aot.program import TARGETS, budget
-from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, served_by
+from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, serves
 
 SHAPES = jax.ShapeDtypeStruct
 KERNELS = pytest.mark.parametrize("implementation", TARGETS)
 SERVED = pytest.mark.parametrize(
     ("implementation", "case"),
-    [(name, case) for name in TARGETS for case in MODEL_CASES + CASES if served_by(name, case)],
+    [(name, case) for name in TARGETS for case in MODEL_CASES + CASES if serves(name, case)],
     ids=str,
 )
 
@@ -29,14 +29,14 @@ def turn(case, implementation, q, k, coords, freqs):
 
 
 def check_in_place(program, implementation, case, arrays, **options):
-    """One launch and nothing else, which writes over these arrays."""
+    """Checks for a single launch, which overwrites these arrays."""
     assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
     check_machine_code(program, implementation, case, len(arrays), **options)
 
 
 def check_machine_code(program, implementation, case, copies, sums=0, registers=128):
-    """One kernel that spills nothing and accesses memory as wide as the rows allow.
+    """Checks for one kernel that spills nothing and accesses memory as wide as the rows allow.
 
     It moves `copies` tiles in and out, and `sums` tiles of sums out. With 128 registers four
     programs of 128 threads fit on a multiprocessor.
@@ -86,7 +86,7 @@ def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
 
 
 @SERVED
-def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, compile_for):
+def test_the_gradient_of_frequencies_comes_from_the_same_pass(implementation, case, compile_for):
     def backward(gq, gk, q, k, coords, freqs):
         f = lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs)
         return jax.vjp(f, q, k, freqs)[1]((gq, gk))
@@ -109,7 +109,7 @@ def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, 
     ],
     ids=str,
 )
-def test_packed_is_read_where_it_lies(implementation, case, compile_for):
+def test_packed_is_rotated_in_place(implementation, case, compile_for):
     _, coords, freqs = rotation_shapes(case)
     qkv = SHAPES((case.batch, case.tokens, 3, case.heads, case.head_dim), case.dtype)
     f = lambda qkv, coords, freqs: rotate_qkv(
@@ -150,7 +150,7 @@ def test_explicit_angles(theta_dtype, implementation, compile_for):
 def test_no_copies_between_projections_and_kernel(remat, learned, implementation, compile_for):
     """Training a layer with two projections: forward, again forward under remat, backward.
 
-    Learned frequencies keep the inputs; where all channels turn (RoPE-Mixed) the forward pass then
+    Learned frequencies keep the inputs; if all channels turn (RoPE-Mixed) the forward pass then
     writes to new arrays.
     """
     case = Case(
@@ -188,8 +188,8 @@ CASE = MODEL_CASES[0]
 SPECS = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
 
 
-def sharded(implementation, **options):
-    """Over batch and heads."""
+def shard_turn(implementation, **options):
+    """Shards `turn` over batch and heads."""
     f = functools.partial(turn, CASE, implementation)
     return jax.shard_map(f, in_specs=SPECS, out_specs=SPECS[:2], **options)
 
@@ -197,37 +197,37 @@ def sharded(implementation, **options):
 @KERNELS
 def test_no_collective_when_sharded_over_batch_and_heads(implementation, compile_for):
     x, coords, freqs = rotation_shapes(CASE)
-    f = sharded(implementation, check_vma=implementation == "triton")
+    f = shard_turn(implementation, check_vma=implementation == "triton")
 
-    def both(q, k, coords, freqs, gq, gk):
+    def forward_and_backward(q, k, coords, freqs, gq, gk):
         out, vjp = jax.vjp(lambda q, k: f(q, k, coords, freqs), q, k)
         return out, vjp((gq, gk))
 
     operands, specs = (x, x, coords, freqs, x, x), (*SPECS, *SPECS[:2])
-    program = compile_for((4, 2), both, *operands, specs=specs, donate=(0, 1, 4, 5))
+    program = compile_for((4, 2), forward_and_backward, *operands, specs=specs, donate=(0, 1, 4, 5))
     assert program.operations == [TARGETS[implementation]] * 2
     assert program.aliased_bytes == 4 * x.size * x.dtype.itemsize // 8
 
 
 @KERNELS
-def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
+def test_zero_gradients_vary_over_devices(implementation, compile_for):
     """Inside shard_map the zeros for the gradient of an unused output vary over devices, too."""
     x, coords, freqs = rotation_shapes(CASE)
-    f = sharded(implementation, check_vma=implementation == "triton")
+    f = shard_turn(implementation, check_vma=implementation == "triton")
     loss = lambda *operands: jnp.sum(jnp.sin(f(*operands)[0].astype(jnp.float32)))
     gradient = jax.grad(loss, argnums=(0, 3))
     program = compile_for((4, 2), gradient, x, x, coords, freqs, specs=SPECS)
     assert program.launches() == 2
 
 
-def test_mosaic_refuses_where_types_say_what_varies(compile_for):
+def test_mosaic_refuses_types_of_varying_axes(compile_for):
     x, coords, freqs = rotation_shapes(CASE)
     with pytest.raises(ValueError, match=r"'mosaic' cannot serve .*check_vma=False"):
-        compile_for((4, 2), sharded("mosaic"), x, x, coords, freqs, specs=SPECS)
+        compile_for((4, 2), shard_turn("mosaic"), x, x, coords, freqs, specs=SPECS)
 
 
 @KERNELS
-def test_more_elements_than_32_bits_count(implementation, compile_for):
+def test_more_elements_than_32_bits_can_index(implementation, compile_for):
     case = Case(batch=4096, tokens=3136, heads=12, head_dim=64, pairs=16, dtype="bfloat16")
     x, coords, freqs = rotation_shapes(case)
     assert x.size > 2**32

@@ -21,11 +21,11 @@ CASES = {
 }
 
 
-def rewritten(text, heads, head_dim):
+def find_copies(text, heads, head_dim):
     """Operations that copy q, k, v, or their windows or halos."""
     kinds = "slice|dynamic-slice|pad|concatenate|gather|transpose|copy|reverse"
-    found = re.findall(rf"= \w+\[([\d,]+)\]\S* ({kinds})\(", text)
-    dimensions = [(list(map(int, shape.split(","))), kind) for shape, kind in found]
+    matches = re.findall(rf"= \w+\[([\d,]+)\]\S* ({kinds})\(", text)
+    dimensions = [(list(map(int, shape.split(","))), kind) for shape, kind in matches]
     return [
         (shape, kind)
         for shape, kind in dimensions
@@ -33,15 +33,15 @@ def rewritten(text, heads, head_dim):
     ]
 
 
-def scores(text, tokens):
+def find_scores(text, tokens):
     """Arrays with one number for each query and key of each example."""
     return re.findall(rf"\w+\[{BATCH}(?:,\d+)*,{tokens},{tokens}\]", text)
 
 
-def angles(text):
+def find_angles(text):
     """Shapes of cosines and sines outside of the kernels (the learning rate's is one number)."""
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:cosine|sine)\(", text)
-    return [tuple(map(int, shape.split(","))) for shape in found]
+    matches = re.findall(r"= \w+\[([\d,]+)\]\S* (?:cosine|sine)\(", text)
+    return [tuple(map(int, shape.split(","))) for shape in matches]
 
 
 @pytest.fixture(scope="module")
@@ -59,49 +59,49 @@ def steps():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_writes_neither_scores_nor_angles_of_examples_nor_copies_of_operands(name, steps):
+def test_attention_writes_no_scores_angles_or_copies(name, steps):
     heads, head_dim, tokens, turned, *_ = CASES[name]
     text = steps(name).text
     assert "__gpu$xla.gpu.triton" in text
-    assert scores(text, tokens) == []
+    assert find_scores(text, tokens) == []
     # Triton's attention reads a table [heads, tokens, pairs] of cosines and one of sines, of all
     # examples; before cuDNN's, the pass that unpacks computes them in registers.
-    assert bool(angles(text)) == ("cudnn$fmha" not in text) == (name != "vit_s16")
-    for shape in angles(text):
+    assert bool(find_angles(text)) == ("cudnn$fmha" not in text) == (name != "vit_s16")
+    for shape in find_angles(text):
         assert BATCH not in shape
         assert math.prod(shape) <= heads * turned * head_dim // 2
-    assert rewritten(text, heads, head_dim) == []
+    assert find_copies(text, heads, head_dim) == []
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_devices_exchange_sums_of_gradients_and_nothing_else(name, steps):
+def test_devices_exchange_only_sums_of_gradients(name, steps):
     """Each parameter once, nearly all in float32, bias tables and frequencies included."""
     step = steps(name)
-    found = collectives(step.text)
-    assert {kind for kind, _ in found} == {"all-reduce"}
+    exchanged = collectives(step.text)
+    assert {kind for kind, _ in exchanged} == {"all-reduce"}
     parameters = step.state / 16  # float32, with Adam's two moments and the average
-    assert 0.5 * 4 * parameters <= sum(size for _, size in found) <= 1.1 * 4 * parameters
+    assert 0.5 * 4 * parameters <= sum(size for _, size in exchanged) <= 1.1 * 4 * parameters
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CASES])
-def test_by_xla_there_is_all_of_it_and_more_memory(name, steps):
-    """That the tests above see what they look for; and what it costs."""
+def test_xla_writes_them_and_needs_more_memory(name, steps):
+    """Verifies that the tests above detect such arrays, and that these cost memory."""
     heads, head_dim, tokens, *_ = CASES[name]
     plain = steps(name, implementation="xla")
     assert "__gpu$xla.gpu.triton" not in plain.text
-    assert rewritten(plain.text, heads, head_dim)
-    assert name == "nat_mini" or scores(plain.text, tokens)
+    assert find_copies(plain.text, heads, head_dim)
+    assert name == "nat_mini" or find_scores(plain.text, tokens)
     assert steps(name).rest < 0.9 * plain.rest
 
 
-def test_divided_parameters_are_gathered_and_their_gradients_scattered(steps):
-    step, whole = steps("vit_s16", fsdp=8), steps("vit_s16")
-    assert step.state < whole.state / 7
-    found = collectives(step.text)
-    assert {kind for kind, _ in found} == {"all-gather", "reduce-scatter", "all-reduce"}
-    gathered = sum(size for kind, size in found if kind == "all-gather")
-    assert gathered <= whole.state / 16 * 4 / 2 * 1.1  # in bfloat16
-    assert scores(step.text, 196) == []
+def test_divided_parameters_are_gathered_and_gradients_scattered(steps):
+    step, undivided = steps("vit_s16", fsdp=8), steps("vit_s16")
+    assert step.state < undivided.state / 7
+    exchanged = collectives(step.text)
+    assert {kind for kind, _ in exchanged} == {"all-gather", "reduce-scatter", "all-reduce"}
+    gathered = sum(size for kind, size in exchanged if kind == "all-gather")
+    assert gathered <= undivided.state / 16 * 4 / 2 * 1.1  # in bfloat16
+    assert find_scores(step.text, 196) == []
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_divided_parameters_are_gathered_and_their_gradients_scattered(steps):
     ],
 )
 def test_large_models_fit(name, hosts, fsdp, state, rest):
-    """GiB on each of 8 GPUs, and of 256 with divided parameters, at 64 images a GPU.
+    """GiB on each of 8 GPUs, and of 256 with divided parameters, at 64 images per GPU.
 
     Only parameters and their gradients are communicated.
     """
@@ -123,7 +123,7 @@ def test_large_models_fit(name, hosts, fsdp, state, rest):
     step = memory.compile_step(settings, absent_gpus(hosts, 8), 64, fsdp=fsdp)
     assert step.state < state * 2**30
     assert step.rest < rest * 2**30
-    found = collectives(step.text)
-    assert {kind for kind, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    exchanged = collectives(step.text)
+    assert {kind for kind, _ in exchanged} <= {"all-gather", "reduce-scatter", "all-reduce"}
     parameters = step.state * (fsdp if fsdp > 1 else 1) / 4
-    assert max(size for _, size in found) <= 1.1 * parameters
+    assert max(size for _, size in exchanged) <= 1.1 * parameters

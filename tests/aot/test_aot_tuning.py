@@ -1,4 +1,4 @@
-"""The loops that `tune` times, as programs for Hopper: nothing but the call in their bodies."""
+"""The loops that `tune` times, as programs for Hopper, have only the call in their bodies."""
 
 import re
 
@@ -12,12 +12,12 @@ from rope_jax_kernels.tuning.choices import Choice
 from rope_jax_kernels.tuning.measure import Problem
 
 
-def attended(layer, qkv, coords, freqs):
+def attend(layer, qkv, coords, freqs):
     rotation = Rotation(coords, freqs)
     return attention_qkv(qkv, pattern=layer.pattern, rotation=rotation).astype(jnp.float32).sum()
 
 
-def rotated(layer, qkv, coords, freqs):
+def rotate_and_sum(layer, qkv, coords, freqs):
     q, k, _ = jnp.moveaxis(qkv, 2, 0)
     return sum(x.astype(jnp.float32).sum() for x in rotate(q, k, Rotation(coords, freqs)))
 
@@ -25,11 +25,11 @@ def rotated(layer, qkv, coords, freqs):
 @pytest.mark.parametrize(
     ("f", "name", "implementation", "training"),
     [
-        (rotated, "vit_s", "triton", False),
-        (rotated, "vit_s", "triton", True),
-        (attended, "vit_s", "cudnn", False),
-        (attended, "vit_s", "triton", True),
-        (attended, "swin_t_1", "triton", True),
+        (rotate_and_sum, "vit_s", "triton", False),
+        (rotate_and_sum, "vit_s", "triton", True),
+        (attend, "vit_s", "cudnn", False),
+        (attend, "vit_s", "triton", True),
+        (attend, "swin_t_1", "triton", True),
     ],
 )
 def test_the_body_of_a_loop_has_no_copies(gpus, compile_for, f, name, implementation, training):

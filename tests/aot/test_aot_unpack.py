@@ -12,29 +12,29 @@ from rope_jax_kernels import Global, Rotation, attention_qkv
 from rope_jax_kernels.rotary import unpack_and_rotate
 from tests.aot.layers import rotation_shapes
 from tests.aot.program import compile_ahead, launches
-from tests.kernels.rotary_cases import CASES, MODEL_CASES, of_layer
+from tests.kernels.rotary_cases import CASES, MODEL_CASES, layer_case
 
 SHAPES = jax.ShapeDtypeStruct
 MODEL_CASES = [
     *MODEL_CASES,
-    of_layer("vit_s", 128),
+    layer_case("vit_s", 128),
 ]
 
 
 def arguments(case):
-    """Shapes of qkv, of q, coords and freqs."""
+    """Shapes of qkv, q, coords and freqs."""
     q, *terms = rotation_shapes(dataclasses.replace(case, layout="BLND"))
     return SHAPES((*q.shape[:2], 3, *q.shape[2:]), q.dtype), q, *terms
 
 
-def unpacked(case, qkv, coords, freqs):
+def call_unpack(case, qkv, coords, freqs):
     return unpack_and_rotate(
         qkv, Rotation(coords, freqs, case.pairing), implementation="triton", backward="triton"
     )
 
 
 def check(program, case):
-    """One launch that does not spill; every access as wide as the rows allow."""
+    """Checks for one launch that does not spill and has the widest accesses the rows allow."""
     assert program.launches() == 1
     assert not {"copy", "transpose", "concatenate", "slice"} & set(program.operations)
     (kernel,) = program.kernels
@@ -52,7 +52,7 @@ def check(program, case):
 @pytest.mark.parametrize("case", MODEL_CASES + CASES, ids=str)
 def test_forward_is_one_launch(case, compile_for):
     qkv, _, coords, freqs = arguments(case)
-    program = compile_for((1, 1), lambda *args: unpacked(case, *args), qkv, coords, freqs)
+    program = compile_for((1, 1), lambda *args: call_unpack(case, *args), qkv, coords, freqs)
     assert program.operations == ["__gpu$xla.gpu.triton"]
     check(program, case)
 
@@ -63,7 +63,7 @@ def test_backward_is_one_launch(case, compile_for):
     qkv, x, coords, freqs = arguments(case)
 
     def backward(gq, gk, gv, coords, freqs):
-        f = lambda qkv: unpacked(case, qkv, coords, freqs)
+        f = lambda qkv: call_unpack(case, qkv, coords, freqs)
         return jax.vjp(f, jnp.zeros(qkv.shape, qkv.dtype))[1]((gq, gk, gv))
 
     program = compile_for((1, 1), backward, x, x, x, coords, freqs)
@@ -72,9 +72,9 @@ def test_backward_is_one_launch(case, compile_for):
 
 
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
-def test_gradient_of_frequencies_comes_with_the_same_pass(case, compile_for):
+def test_the_gradient_of_frequencies_comes_from_the_same_pass(case, compile_for):
     def backward(gq, gk, gv, qkv, coords, freqs):
-        f = lambda qkv, freqs: unpacked(case, qkv, coords, freqs)
+        f = lambda qkv, freqs: call_unpack(case, qkv, coords, freqs)
         return jax.vjp(f, qkv, freqs)[1]((gq, gk, gv))
 
     qkv, x, coords, freqs = arguments(case)
@@ -84,15 +84,19 @@ def test_gradient_of_frequencies_comes_with_the_same_pass(case, compile_for):
 def test_no_collective_when_sharded_over_batch_and_heads(compile_for):
     case = MODEL_CASES[-1]
     qkv, x, coords, freqs = arguments(case)
-    apart = P("data", None, "heads")
+    spec = P("data", None, "heads")
     specs = (P("data", None, None, "heads"), P(), P("heads"))
 
-    def both(qkv, coords, freqs, *gs):
-        f = jax.shard_map(functools.partial(unpacked, case), in_specs=specs, out_specs=(apart,) * 3)
+    def forward_and_backward(qkv, coords, freqs, *gs):
+        f = jax.shard_map(
+            functools.partial(call_unpack, case), in_specs=specs, out_specs=(spec,) * 3
+        )
         out, pull_back = jax.vjp(lambda qkv: f(qkv, coords, freqs), qkv)
         return out, pull_back(gs)
 
-    program = compile_for((4, 2), both, qkv, coords, freqs, x, x, x, specs=(*specs, *[apart] * 3))
+    program = compile_for(
+        (4, 2), forward_and_backward, qkv, coords, freqs, x, x, x, specs=(*specs, *[spec] * 3)
+    )
     assert program.launches() == 2
     assert set(program.operations) <= {"__gpu$xla.gpu.triton", "fusion"}
 
@@ -110,20 +114,20 @@ def layer(x, w, b, wo, freqs, coords):
 
 
 # Operands with a gradient -> launches between projection and cuDNN, and what they move: units, each
-# one of q, k and v, read or written once. It may not get worse; kernels/README.md has the forms
+# one of q, k and v, read or written once. They must not grow; kernels/README.md has the forms
 # that this one was compared with.
 LIMITS = {0: (1, 6.1), 4: (4, 12.1), 5: (6, 18.6)}
 
 
 @pytest.mark.parametrize("learned", LIMITS)
-def test_what_stands_between_projection_and_cudnn(learned, gpus):
+def test_launches_between_projection_and_cudnn(learned, gpus):
     """Forward, with fixed frequencies and with learned ones."""
     shapes = [(B, L, N * D)] * 2 + [(N * D, 3 * N * D), (3 * N * D,), (N * D, N * D)]
     arguments = [SHAPES(shape, jnp.bfloat16) for shape in shapes]
     arguments += [SHAPES((N, 2, 32), jnp.float32), SHAPES((L, 2), jnp.float32)]
 
     def training(cotangent, *operands):
-        f = lambda *some: layer(*some, *operands[learned:])
+        f = lambda *learned_operands: layer(*learned_operands, *operands[learned:])
         out, pull_back = jax.vjp(f, *operands[:learned])
         return out, pull_back(cotangent)
 

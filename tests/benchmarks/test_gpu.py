@@ -19,39 +19,41 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """The commands that are started; their statuses can be set by a word in them."""
-    found = types.SimpleNamespace(commands=[], failing="")
+def started_commands(monkeypatch):
+    """The started commands; a word in them can make them fail."""
+    record = types.SimpleNamespace(commands=[], failing="")
 
     def run(command, env):
-        found.commands.append(command[2:])
-        return types.SimpleNamespace(returncode=int(found.failing in command))
+        record.commands.append(command[2:])
+        return types.SimpleNamespace(returncode=int(record.failing in command))
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu.subprocess, "run", run)
-    return found
+    return record
 
 
-def test_tests_choices_and_speed_follow_each_other_and_what_is_done_is_not_repeated(
-    tmp_path, started
-):
-    started.failing = "--model=deit3_b16"
+def test_steps_run_in_order_and_are_not_repeated(tmp_path, started_commands):
+    started_commands.failing = "--model=deit3_b16"
     argv = ["gpu", f"--out={tmp_path}"]
     with pytest.raises(SystemExit, match=r"failed: tune_deit3_b16_axial_rope$"):
         main(benchmarks, argv)
-    modules = [command[0] for command in started.commands]
+    modules = [command[0] for command in started_commands.commands]
     assert modules == ["pytest", *["rope_jax.tune"] * len(gpu.MODELS), "benchmarks"]
-    assert started.commands[-1] == ["benchmarks", "speed", f"--out={tmp_path}/speed_gpu.json"]
-    for command in started.commands[1:-1]:
+    assert started_commands.commands[-1] == [
+        "benchmarks",
+        "speed",
+        f"--out={tmp_path}/speed_gpu.json",
+    ]
+    for command in started_commands.commands[1:-1]:
         tune.make_parser().parse_args(command[1:])
-    started.commands.clear()
-    started.failing = "none"
+    started_commands.commands.clear()
+    started_commands.failing = "none"
     assert main(benchmarks, argv) == 0
-    assert [command[1] for command in started.commands] == ["--model=deit3_b16"]
+    assert [command[1] for command in started_commands.commands] == ["--model=deit3_b16"]
 
 
-def test_a_test_that_failed_in_an_earlier_call_is_not_forgotten(tmp_path, started):
-    started.failing = "none"
+def test_failed_tests_of_earlier_calls_are_reported(tmp_path, started_commands):
+    started_commands.failing = "none"
     path = tmp_path / f"tests_gpu_{gpu.sources_of_kernels()}.jsonl"
     path.write_text(json.dumps({"test": "a", "outcome": "failed"}) + "\n")
     with pytest.raises(SystemExit, match=r"failed: tests of .*jsonl"):
@@ -69,7 +71,7 @@ def test_nothing_starts_without_a_gpu_or_a_folder(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.process
 def test_gpu_tests_can_be_rehearsed_and_are_not_repeated(tmp_path):
-    """One that interprets no kernel."""
+    """Rehearses a test that interprets no kernel."""
     path = tmp_path / "tests.jsonl"
     path.write_text('{"test": "of a line that was cut o\n')
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_gpu_limits.py", "-q", "-p",

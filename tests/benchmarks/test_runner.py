@@ -37,8 +37,8 @@ def measure(
 
 def test_a_function_is_a_command(tmp_path):
     out = tmp_path / "new" / "x.json"
-    own = ["b", "--turns=5", "--batches", "2", "4", "--short", f"--out={out}"]
-    _runner.call("some", measure, [*own, "--", "--config.epochs=1"], "python -m some")
+    arguments = ["b", "--turns=5", "--batches", "2", "4", "--short", f"--out={out}"]
+    _runner.call("some", measure, [*arguments, "--", "--config.epochs=1"], "python -m some")
     result = json.loads(out.read_text())
     assert result["rows"] == ["b", "--config.epochs=1"]
     assert result["got"] == [5, None, [2, 4], True, "runs"]
@@ -47,7 +47,7 @@ def test_a_function_is_a_command(tmp_path):
     assert {"torch", "jax", "kernels"} <= set(result["versions"])
 
 
-def test_a_word_or_none_and_a_list_or_none_are_options(tmp_path):
+def test_optional_words_and_lists_are_options(tmp_path):
     out = tmp_path / "x.json"
     for argv, got in (([], [None, None]), (["--table=D.1", "--sizes", "1", "2"], ["D.1", [1, 2]])):
         _runner.call("some", postponed.measure, [*argv, f"--out={out}"], "python -m some")
@@ -68,7 +68,7 @@ def test_wrong_arguments_are_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_earlier_result_is_continued_if_it_is_of_the_same(tmp_path):
+def test_earlier_results_are_continued_if_settings_match(tmp_path):
     out = tmp_path / "x.json"
     settings = {"turns": 5, "sizes": (1, 2)}
     result = _runner.record("some", settings, rows=[1])
@@ -81,14 +81,14 @@ def test_an_earlier_result_is_continued_if_it_is_of_the_same(tmp_path):
         assert _runner.earlier(out, "some", settings) == {}
 
 
-def test_flags_need_a_benchmark_that_takes_them(capsys):
+def test_unexpected_flags_are_refused(capsys):
     with pytest.raises(SystemExit):
         _runner.call("some", lambda keep: None, ["--", "--x"], "python -m some")
     assert "unexpected arguments --x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", [benchmarks, experiments])
-def test_every_module_has_a_help_text(package, capsys):
+def test_every_module_has_help(package, capsys):
     for path in pathlib.Path(package.__path__[0]).glob("[!_]*.py"):
         with pytest.raises(SystemExit, match="0"):
             _runner.main(package, [path.stem, "--help"])
@@ -101,7 +101,7 @@ def test_compiling_ahead_needs_a_variable(monkeypatch):
         absent_gpus()
 
 
-def test_each_kind_of_gpu_has_a_description_of_its_own():
+def test_each_kind_of_gpu_has_a_description():
     texts = {kind: describe(kind) for kind in KINDS}
     assert texts[H200] == TARGET.read_text()
     assert 'device_description_str: "NVIDIA A100' in texts[A100]

@@ -15,24 +15,24 @@ from rope_jax_kernels.model_shapes import LAYERS
 LIMITS = {"copy_gb_per_s": 1000.0, "launch_us": 2.0}
 
 
-def form(*results, us=1.0):
+def make_form(*results, us=1.0):
     """A maker of a form with these results and this time."""
     return lambda: lambda: ([np.float32([x]) for x in results], lambda: us)
 
 
-def measured(case):
+def measure(case):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         forms = {name: pool.submit(make) for name, make in case.makers.items()}
         return speed.measure(case, forms, 1, LIMITS)
 
 
-def row(group, case="1", **times):
-    """A row of a result; "_" stands for the plus in the name of a form."""
+def make_row(group, case="1", **times):
+    """A row of a result; "_" represents the plus in the name of a form."""
     times = {name.replace("_", "+", 1): us for name, us in times.items()}
     return {"group": group, "case": case, "microseconds": times, "left_out": {}}
 
 
-def test_the_cases_are_those_of_the_thesis_and_of_models():
+def test_cases_cover_the_thesis_and_models():
     sizes = list(_rotations.sizes())
     assert len({(case.group, case.name) for case in sizes}) == 300 * 3 * 2
     assert [len(models) for models in speed.MODELS.values()] == [13, 6]
@@ -43,44 +43,48 @@ def test_the_cases_are_those_of_the_thesis_and_of_models():
 
 
 @pytest.mark.slow
-def test_kernels_and_references_compute_the_same(monkeypatch):
+def test_kernels_match_references(monkeypatch):
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
     cases = [*_rotations.sizes(hot=True, small=True), *_layers.attention(small=True)]
     for case in [*cases[:6], *(x for x in cases if x.group.endswith("t, forward"))]:
-        row = measured(case)
+        make_row = measure(case)
         others = {"cudnn", "cudnn+rope", "cudnn+all", "unpack+rope", "mosaic", "mosaic+rope"}
-        assert set(row["left_out"]) <= others, row
-        assert [name for name in row["microseconds"] if name.startswith("triton")]
+        assert set(make_row["left_out"]) <= others, make_row
+        assert [name for name in make_row["microseconds"] if name.startswith("triton")]
 
 
-def test_a_form_that_is_wrong_or_fails_is_left_out():
+def test_wrong_and_failing_forms_are_excluded():
     def refuse():
         raise ValueError("it needs a GPU\nand more")
 
-    makers = {"xla": form(1, 4, us=5.0), "triton": form(1, 4.01), "ours": form(1, 4.5)}
-    makers |= {"eager": form(1, np.nan), "natten": form(1), "mosaic": refuse}
-    makers |= {"torch": lambda: refuse, "xla+rope": form(2, 8), "timm": form(us=3.0)}
-    found = measured(_timing.Case("some", "small", makers, moved_bytes=10**6))
-    assert found["microseconds"] == {"xla": 5.0, "triton": 1.0, "xla+rope": 1.0, "timm": 3.0}
-    assert found["left_out"] == {
+    makers = {
+        "xla": make_form(1, 4, us=5.0),
+        "triton": make_form(1, 4.01),
+        "ours": make_form(1, 4.5),
+    }
+    makers |= {"eager": make_form(1, np.nan), "natten": make_form(1), "mosaic": refuse}
+    makers |= {"torch": lambda: refuse, "xla+rope": make_form(2, 8), "timm": make_form(us=3.0)}
+    result = measure(_timing.Case("some", "small", makers, moved_bytes=10**6))
+    assert result["microseconds"] == {"xla": 5.0, "triton": 1.0, "xla+rope": 1.0, "timm": 3.0}
+    assert result["left_out"] == {
         "ours": "wrong by 0.12 of the largest element",
         "eager": "wrong by nan of the largest element",
         "natten": "ValueError: zip() argument 2 is longer than argument 1",
         "mosaic": "ValueError: it needs a GPU",
         "torch": "ValueError: it needs a GPU",
     }
-    assert found["copy_us"] == 1.0
+    assert result["copy_us"] == 1.0
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_every_step_of_a_loop_computes_its_own(in_place):
+def test_every_step_of_a_loop_computes_separately(in_place):
     xs = (jnp.arange(3.0), jnp.arange(3.0, 6.0))
     loop = _timing.loop_of(lambda x, y: x + y, 3, in_place=in_place)
-    found = jax.jit(loop)(xs, jnp.float32(2))
+    results = jax.jit(loop)(xs, jnp.float32(2))
     rounds = 3 * 2 * 4 // 2 if in_place else 1
-    wanted = [x + 2 * rounds for x in xs]
+    expected = [x + 2 * rounds for x in xs]
     assert _timing.steps_of(2) == 8
-    np.testing.assert_allclose(found, wanted if in_place else wanted * 4)
+    np.testing.assert_allclose(results, expected if in_place else expected * 4)
 
 
 def test_a_training_layer_returns_its_gradients():
@@ -100,11 +104,11 @@ def test_a_finished_row_is_not_measured_again(tmp_path, capsys):
         return json.loads((tmp_path / "x.json").read_text())["measured"]
 
     first = run("--only=16-16, forward, 1 x")
-    assert [set(row["microseconds"]) for row in first] == [{"xla"}]
+    assert [set(make_row["microseconds"]) for make_row in first] == [{"xla"}]
     assert "triton is left out: ValueError" in capsys.readouterr().out
     second = run("--only=16-16, forward")
     assert second[:1] == first
-    assert [row["case"] for row in second] == ["1 x 3 x 7x7 x 32", "2 x 3 x 7x7 x 32"]
+    assert [make_row["case"] for make_row in second] == ["1 x 3 x 7x7 x 32", "2 x 3 x 7x7 x 32"]
     assert run("--only=16-16, forward") == second
     assert len(run("--only=16-16, forward, 1 x", "--turns=2")) == 1  # another measurement
 
@@ -115,18 +119,20 @@ def test_the_other_parts_run(part, tmp_path):
     out = tmp_path / "x.json"
     assert main(benchmarks, ["speed", "--parts", part, "--turns=1", f"--out={out}"]) == 0
     result = json.loads(out.read_text())
-    for row in result["measured"]:
-        assert any(name.startswith("ours") for name in row["microseconds"]), row
-        assert all("GPU" in x or "cuDNN" in x for x in row["left_out"].values()), row
+    for make_row in result["measured"]:
+        assert any(name.startswith("ours") for name in make_row["microseconds"]), make_row
+        assert all("GPU" in x or "cuDNN" in x for x in make_row["left_out"].values()), make_row
     assert {"copy_gb_per_s", "launch_us"} <= set(result["limits"])
     assert result["columns"][1] == "form / ours"
 
 
-def test_ratios_are_those_to_our_fastest_kernel_of_the_same_position():
+def test_ratios_compare_with_the_fastest_kernel_of_a_position():
     rows = [
-        row("a", xla=8.0, triton=2.0, mosaic=4.0, ours_rope=4.0, cudnn_rope=8.0, cudnn_all=9.0),
-        row("a", xla=2.0, triton=4.0, mosaic=1.0),
-        row("b", xla=3.0),
+        make_row(
+            "a", xla=8.0, triton=2.0, mosaic=4.0, ours_rope=4.0, cudnn_rope=8.0, cudnn_all=9.0
+        ),
+        make_row("a", xla=2.0, triton=4.0, mosaic=1.0),
+        make_row("b", xla=3.0),
     ]
     assert speed.table_of(None, rows)["rows"] == [
         ["a", "xla", 2, pytest.approx(8**0.5), 2.0, 4.0],
@@ -134,32 +140,33 @@ def test_ratios_are_those_to_our_fastest_kernel_of_the_same_position():
     ]
 
 
-def test_tables_of_rotations_stand_beside_the_thesis():
+def test_rotation_tables_show_the_thesis():
     rows = [
-        row("rotation, 16-32, forward", "1 x 1", xla=4.0, triton=2.0, eager=30.0),
-        row("rotation, 16-32, forward", "2 x 1", xla=9.0, triton=3.0, eager=30.0),
-        row("rotation, 16-16, forward", "1 x 1", xla=9.0, eager=18.0),
+        make_row("rotation, 16-32, forward", "1 x 1", xla=4.0, triton=2.0, eager=30.0),
+        make_row("rotation, 16-32, forward", "2 x 1", xla=9.0, triton=3.0, eager=30.0),
+        make_row("rotation, 16-16, forward", "1 x 1", xla=9.0, eager=18.0),
     ]
     sizes = speed.table_of("A.1", rows)
     assert sizes["columns"] == ["precision", "size", "compiled, us", "fused, us", "eager, us"]
     assert sizes["rows"][0] == ["16-32", "1 x 1", 4.0, 2.0, 30.0]
     assert sizes["rows"][2] == ["16-16", "1 x 1", 9.0, "-", 18.0]
-    found = {tuple(x[:2]): x[2:] for x in speed.table_of("A.2", rows)["rows"]}
-    assert found["16-32", "eager / fused"] == [2, 12.5, 10.0, 15.0, 1091, 727, 1700]
-    assert found["16-32", "compiled / fused"][:4] == [2, 2.5, 2.0, 3.0]
-    assert found["16-16", "eager / compiled"] == [1, 2.0, 2.0, 2.0, 2, -6, 975]
-    assert found["32-32", "eager / fused"][:4] == [0, "-", "-", "-"]
-    assert len(found) == len(expected.speedups())
+    speedups = {tuple(x[:2]): x[2:] for x in speed.table_of("A.2", rows)["rows"]}
+    assert speedups["16-32", "eager / fused"] == [2, 12.5, 10.0, 15.0, 1091, 727, 1700]
+    assert speedups["16-32", "compiled / fused"][:4] == [2, 2.5, 2.0, 3.0]
+    assert speedups["16-16", "eager / compiled"] == [1, 2.0, 2.0, 2.0, 2, -6, 975]
+    assert speedups["32-32", "eager / fused"][:4] == [0, "-", "-", "-"]
+    assert len(speedups) == len(expected.speedups())
 
 
 @pytest.mark.parametrize("table", speed.MODELS)
-def test_tables_of_models_stand_beside_the_thesis(table):
+def test_model_tables_show_the_thesis(table):
     times = {f"ours_{position}": 2e4 for position in speed.SCHEMES}
     rows = [
-        row("models, forward", f"{x}, 256 images of 224 px", **times) for x in speed.MODELS[table]
+        make_row("models, forward", f"{x}, 256 images of 224 px", **times)
+        for x in speed.MODELS[table]
     ]
-    found = speed.table_of(table, rows)["rows"]
-    assert len(found) == 3 * len(speed.MODELS[table])
-    assert {x[3] for x in found} == {256 / 2e-2}
+    table_rows = speed.table_of(table, rows)["rows"]
+    assert len(table_rows) == 3 * len(speed.MODELS[table])
+    assert {x[3] for x in table_rows} == {256 / 2e-2}
     if table == "4.4":
-        assert ["vit_b16", "axial_rope", "ours", 12800.0, "3,519 (FAv2)"] in found
+        assert ["vit_b16", "axial_rope", "ours", 12800.0, "3,519 (FAv2)"] in table_rows

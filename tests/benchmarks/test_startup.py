@@ -20,6 +20,6 @@ def test_starts_with_empty_and_filled_caches_are_measured(tmp_path):
 
 
 @pytest.mark.process
-def test_a_run_that_ends_early_says_why():
+def test_runs_that_end_early_are_explained():
     with pytest.raises(SystemExit, match=r"(?s)before its first step:.*vit_digit"):
         main(benchmarks, ["startup", "--model=vit_digit", "--starts=1"])

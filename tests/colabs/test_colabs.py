@@ -1,7 +1,7 @@
 """Runs each notebook from top to bottom in its own process and folder, without a network.
 
-The outputs that notebooks carry are those of their code; the cell that installs the library finds
-it in a clone, in a wheel and on an index.
+The stored outputs must match the code; the cell that installs the library finds it in a clone, in a
+wheel and on an index.
 """
 
 import importlib.metadata
@@ -42,9 +42,9 @@ def program(path):
 
 
 @pytest.mark.parametrize("path", COLABS, ids=lambda path: path.stem)
-def test_notebooks_carry_the_outputs_of_their_code(path):
+def test_notebooks_have_the_outputs_of_their_code(path):
     assert up_to_date(path), "run `make notebooks`"
-    notebook, first = (json.loads(one.read_text()) for one in (path, COLABS[0]))
+    notebook, first = (json.loads(file.read_text()) for file in (path, COLABS[0]))
     title, *shared = [cell["source"] for cell in notebook["cells"][:3]]
     assert title[0].startswith("# ")
     assert shared == [cell["source"] for cell in first["cells"][1:3]]  # on Colab, and installing
@@ -59,10 +59,10 @@ def test_notebooks_carry_the_outputs_of_their_code(path):
 
 
 class Machine:
-    """Installed packages; the installation cell sees these, and notes here what it installs.
+    """Installed packages as seen by the installation cell, which records its installations here.
 
     Attributes:
-        newer: jax as an installation of rope_jax leaves it.
+        newer: the version of jax after an installation of rope_jax.
         versions: of packages, by name.
         commands: the arguments of pip.
     """
@@ -76,8 +76,8 @@ class Machine:
         except KeyError:
             raise importlib.metadata.PackageNotFoundError(package) from None
 
-    def pip(self, what):
-        self.commands.append(what)
+    def pip(self, requirement):
+        self.commands.append(requirement)
         self.versions["jax"] = self.newer
 
 
@@ -107,7 +107,7 @@ def make_clone(folder):
     return folder
 
 
-def test_the_cell_installs_from_where_the_library_is(install, tmp_path, monkeypatch):
+def test_the_cell_installs_the_library_from_any_location(install, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=f"clone rope_jax into {tmp_path}, or upload"):
         install()
     assert install("rope_jax") == [f"rope_jax{EXTRAS}"]
@@ -125,7 +125,7 @@ def test_the_cell_installs_from_where_the_library_is(install, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
-def test_the_part_of_jax_for_gpus_follows_a_newer_jax(install, tmp_path, cuda):
+def test_jaxs_gpu_plugin_follows_a_newer_jax(install, tmp_path, cuda):
     first = f"{make_clone(tmp_path / 'clone')}{EXTRAS}"
     plugin = {f"jax-{cuda}-plugin": "0.10"}
     assert install(gpu=True, jax="0.12", **plugin) == [first]

@@ -12,7 +12,7 @@ from rope_jax.commands.analyse import main
 from rope_jax.runs.loading import load_run
 from rope_jax.training.setup import load_split
 from rope_jax_kernels import Choices
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
@@ -20,7 +20,7 @@ DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
 
 @pytest.fixture
 def command(tmp_path):
-    """Runs a command on a small model; returns its numbers and the pictures that it wrote."""
+    """Runs a command on a small model; returns its numbers and the names of its pictures."""
 
     def run(name, *arguments):
         main([name, *arguments, f"--out={tmp_path}"])
@@ -33,7 +33,7 @@ def command(tmp_path):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures of pictures, whose files stay empty."""
+    """Records figures instead of saving them."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     return drawn
@@ -47,29 +47,29 @@ def test_attention_of_files(command, tmp_path):
         image = Image.fromarray(np.full((10, 12, 3), 80 * number, np.uint8))
         image.save(folder / f"{number}.png")
     files = [f"--images={folder}", "--count=2", "--batch_size=1"]
-    found, pictures = command("attention", *DIGITS, *files)
-    assert (found["images"], found["grids"]) == (2, [[4, 4], [4, 4]])
-    assert found["model"] == "vit_digits with axial_rope"
-    assert np.shape(found["distance"]) == np.shape(found["entropy"]) == (2, 3)
+    numbers, pictures = command("attention", *DIGITS, *files)
+    assert (numbers["images"], numbers["grids"]) == (2, [[4, 4], [4, 4]])
+    assert numbers["model"] == "vit_digits with axial_rope"
+    assert np.shape(numbers["distance"]) == np.shape(numbers["entropy"]) == (2, 3)
     assert pictures == ["attention_distance.png", "attention_entropy.png"]
 
 
 def test_a_workdir(command, tmp_path):
     save_run(tmp_path, 2, position="rope_mixed", seed=5)
-    found, _ = command("maps", str(tmp_path), "--resolution=8x12", "--query=0.1,0.9")
-    assert np.shape(found["maps"]["layer 1"]) == (4, 6)
-    assert found["weights"] == f"{tmp_path}, seed 5, step 2"
-    found, pictures = command("learned", str(tmp_path))
-    assert np.shape(found["before"]) == (1, 2, 2, 4)
-    np.testing.assert_allclose(found["before"], found["after"])  # nothing was trained
+    numbers, _ = command("maps", str(tmp_path), "--resolution=8x12", "--query=0.1,0.9")
+    assert np.shape(numbers["maps"]["layer 1"]) == (4, 6)
+    assert numbers["weights"] == f"{tmp_path}, seed 5, step 2"
+    numbers, pictures = command("learned", str(tmp_path))
+    assert np.shape(numbers["before"]) == (1, 2, 2, 4)
+    np.testing.assert_allclose(numbers["before"], numbers["after"])  # nothing was trained
     assert pictures == ["learned.png", "maps.png"]
 
 
-def test_a_run_is_analysed_with_its_kernels(command, tmp_path, monkeypatch):
+def test_runs_are_analysed_with_their_kernels(command, tmp_path, monkeypatch):
     save_run(tmp_path, 2, position="rope_mixed")
     used = []
-    asked = lambda config, workdir: used.append((config.model.position, workdir)) or Choices()
-    monkeypatch.setattr(analysis_command, "kernels_of_run", asked)
+    record = lambda config, workdir: used.append((config.model.position, workdir)) or Choices()
+    monkeypatch.setattr(analysis_command, "kernels_of_run", record)
     command("decay", str(tmp_path))
     assert used == [("rope_mixed", tmp_path)]
 
@@ -84,23 +84,23 @@ def test_images_of_the_test_split(tmp_path):
 
 
 def test_rotations(command):
-    found, _ = command("fourier", *DIGITS, "--position=rope_mixed")
-    assert list(found["maps"]) == ["all layers", "layer 1", "layer 2", "nearest bins"]
-    assert found["maps"]["all layers"][2][2] == pytest.approx(1)
-    found, pictures = command("decay", *DIGITS)
-    assert found["score"][0] == pytest.approx(1)
+    numbers, _ = command("fourier", *DIGITS, "--position=rope_mixed")
+    assert list(numbers["maps"]) == ["all layers", "layer 1", "layer 2", "nearest bins"]
+    assert numbers["maps"]["all layers"][2][2] == pytest.approx(1)
+    numbers, pictures = command("decay", *DIGITS)
+    assert numbers["score"][0] == pytest.approx(1)
     assert pictures == ["decay.png", "fourier.png"]
 
 
 def test_positions_and_costs(command, capsys):
-    found, _ = command("correlation", *DIGITS, "--position=lape(ape)", "--token=3")
-    assert found["maps"]["layer 1"][0][3] == pytest.approx(1)
+    numbers, _ = command("correlation", *DIGITS, "--position=lape(ape)", "--token=3")
+    assert numbers["maps"]["layer 1"][0][3] == pytest.approx(1)
     schemes = ["--positions", "none", "rope2d", "--image_size=8"]
-    found, _ = command("costs", "--model=vit_digits", *schemes)
-    assert [row["position"] for row in found["rows"]] == ["none", "rope2d"]
+    numbers, _ = command("costs", "--model=vit_digits", *schemes)
+    assert [row["position"] for row in numbers["rows"]] == ["none", "rope2d"]
     assert "operations" in capsys.readouterr().out
-    found, pictures = command("angles", "--widths=16", "--heads=2")
-    assert len(found["table31, d=16"]) == 16
+    numbers, pictures = command("angles", "--widths=16", "--heads=2")
+    assert len(numbers["table31, d=16"]) == 16
     assert pictures == ["angles_16.png", "correlation.png", "costs.png"]
 
 
@@ -126,7 +126,7 @@ def test_positions_and_costs(command, capsys):
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path, capsys):
-    with refused(capsys, f"^rope_jax.analysis: .*{message}"):
+    with expect_refusal(capsys, f"^rope_jax.analysis: .*{message}"):
         main([*arguments, f"--out={tmp_path}"])
 
 
@@ -134,8 +134,8 @@ def test_errors_are_one_line(arguments, message, tmp_path, capsys):
     ("place", "crosses"),
     [((0.5, 0.5), [(3, 2), (3, 2), (1, 1)]), ((1.0, 0.0), [(0, 3), (0, 3), (0, 1)])],
 )
-def test_the_mark_is_in_the_middle_of_the_token(figures, tmp_path, place, crosses):
-    """On the image it is that of layer 1; places are in tokens of the map."""
+def test_marks_are_in_the_middle_of_tokens(figures, tmp_path, place, crosses):
+    """The image is marked as in layer 1; places are in tokens of the map."""
     maps = {"layer 1": np.zeros((4, 6)), "layer 2": np.zeros((2, 3))}
     path = tmp_path / "maps.png"
     plots.overlays(np.zeros((8, 12, 3), np.uint8), maps, path, title="", place=place)
@@ -148,7 +148,7 @@ def test_panels_have_one_colour_bar_and_marked_tokens(figures, tmp_path):
     main(["correlation", *DIGITS, "--position=lape(ape)", "--token=6", f"--out={tmp_path}"])
     main(["fourier", *DIGITS, "--position=rope_mixed", f"--out={tmp_path}"])
     lines = [[axes.lines[0] for axes in figure.axes if axes.lines] for figure in figures]
-    crosses = [[tuple(line.get_xydata()[0]) for line in own] for own in lines]
+    crosses = [[tuple(line.get_xydata()[0]) for line in figure_lines] for figure_lines in lines]
     assert crosses == [[(2, 1)] * 2, [(2, 2)] * 4]
     for figure, label in zip(figures, ("cosine similarity", "relative to"), strict=True):
         assert figure.axes[-1].get_ylabel().startswith(label)

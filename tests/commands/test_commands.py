@@ -31,19 +31,19 @@ print('loaded', *sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))
 """
 
 
-def test_the_list_of_commands_does_not_wait_for_jax():
+def test_listing_commands_does_not_import_jax():
     done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded"
     assert all(f"  {name} " in done.stdout for name in command.COMMANDS)
 
 
 @pytest.mark.parametrize("name", [name for name in command.COMMANDS if name != "train"])
-def test_the_help_of_a_command_lists_types_and_defaults(name, monkeypatch, capsys):
+def test_help_lists_types_and_defaults(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    status, said, _ = call(monkeypatch, capsys, *name.split(), "--help")
+    status, output, _ = call(monkeypatch, capsys, *name.split(), "--help")
     assert status == 0
-    assert said.startswith(f"usage: rope_jax {name} ")
-    text = " ".join(said.split())
+    assert output.startswith(f"usage: rope_jax {name} ")
+    text = " ".join(output.split())
     arguments = re.findall(r"--(\w+) [A-Z]", text[text.index("options:") :])
     kinds = re.findall(r"\((?:text|a path|a whole number|a number)\b", text)
     assert len(kinds) >= len(arguments)
@@ -67,39 +67,39 @@ def test_the_help_of_a_command_lists_types_and_defaults(name, monkeypatch, capsy
         (["train", "--config=a/b.py", "--workdir=x"], "--config=a/b.py is not a recipe"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_named(words, message, monkeypatch, capsys):
-    status, _, told = call(monkeypatch, capsys, *words)
-    assert (status, told.count("\n")) == (2, 1)
-    assert message in told
+def test_mistakes_are_named(words, message, monkeypatch, capsys):
+    status, _, errors = call(monkeypatch, capsys, *words)
+    assert (status, errors.count("\n")) == (2, 1)
+    assert message in errors
 
 
 def test_a_group_lists_its_commands(monkeypatch, capsys):
-    status, said, _ = call(monkeypatch, capsys, "data", "--help")
+    status, output, _ = call(monkeypatch, capsys, "data", "--help")
     assert status == 0
-    assert "data verify" in said
-    assert "evaluate" not in said
+    assert "data verify" in output
+    assert "evaluate" not in output
 
 
-def test_the_help_of_training_lists_flags_recipes_and_every_setting(monkeypatch, capsys):
-    status, said, _ = call(monkeypatch, capsys, "train", "--help")
+def test_training_help_lists_flags_recipes_and_settings(monkeypatch, capsys):
+    status, output, _ = call(monkeypatch, capsys, "train", "--help")
     assert status == 0
-    assert "--workdir WORKDIR folder of the run" in " ".join(said.split())
-    assert all(name in said for name in cfg.list_recipes())
-    assert said.endswith(cfg.settings_help() + "\n")
+    assert "--workdir WORKDIR folder of the run" in " ".join(output.split())
+    assert all(name in output for name in cfg.list_recipes())
+    assert output.endswith(cfg.settings_help() + "\n")
     _, settings, _ = call(monkeypatch, capsys, "train", "--config=digits", "--config.help")
     assert settings == cfg.settings_help() + "\n"
 
 
 def test_models_are_listed_by_pattern(monkeypatch, capsys):
-    status, said, _ = call(monkeypatch, capsys, "models", "vit_digits", "--parameters")
+    status, output, _ = call(monkeypatch, capsys, "models", "vit_digits", "--parameters")
     assert status == 0
-    assert said.splitlines()[-1].split()[:4] == ["vit_digits", "axial_rope", "8", "10"]
-    assert int(said.split()[-1].replace(",", "")) > 10_000
+    assert output.splitlines()[-1].split()[:4] == ["vit_digits", "axial_rope", "8", "10"]
+    assert int(output.split()[-1].replace(",", "")) > 10_000
 
 
 @pytest.mark.parametrize("words", [["positions"], ["data", "verify", "--help"], ["--help"]])
-def test_a_list_that_nobody_reads_is_no_error(words, monkeypatch):
-    """As in `rope_jax positions | head`."""
+def test_closed_pipes_are_not_errors(words, monkeypatch):
+    """For example in `rope_jax positions | head`."""
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")

@@ -23,54 +23,56 @@ def plan(*arguments):
     return compare.plan(compare._parse(list(arguments)))
 
 
-def first(planned):
+def first_config(planned):
     return next(iter(planned.values()))
 
 
-def test_seeds_of_images_in_memory_are_trained_in_one_step(tmp_path):
-    found = plan("--config=digits:seed=2", POSITIONS, f"--out={tmp_path}")
+def test_images_in_memory_train_all_seeds_in_one_step(tmp_path):
+    planned = plan("--config=digits:seed=2", POSITIONS, f"--out={tmp_path}")
     names = ["ape-seeds3", "rope2d(base=50)+ape-seeds3"]
-    assert list(found) == [tmp_path / name for name in names]
-    assert [config.model.position for config in found.values()] == ["ape", "rope2d(base=50)+ape"]
-    for config in found.values():
+    assert list(planned) == [tmp_path / name for name in names]
+    assert [config.model.position for config in planned.values()] == ["ape", "rope2d(base=50)+ape"]
+    for config in planned.values():
         assert (config.seed, config.seeds, config.data.on_device) == (2, 3, True)
 
 
-def test_one_seed_is_the_run_of_the_recipe():
-    """Its folder is that of earlier versions of `make compare`, whose runs are found again."""
-    found = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
-    assert list(map(str, found)) == ["runs/compare/none", "runs/compare/ape"]
-    assert not any(config.data.on_device for config in found.values())
+def test_one_seed_runs_as_in_the_recipe():
+    """Its folder matches earlier versions of `make compare`, so their runs are found."""
+    planned = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
+    assert list(map(str, planned)) == ["runs/compare/none", "runs/compare/ape"]
+    assert not any(config.data.on_device for config in planned.values())
 
 
-def test_the_head_of_segmentation_has_the_classes_of_the_images(monkeypatch):
+def test_segmentation_heads_take_the_classes_of_the_images(monkeypatch):
     monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 8})
-    found = plan("--config=scenes", "--positions=none,ape", "--seeds=1")
-    assert [config.model.position for config in found.values()] == ["none", "ape"]
-    assert first(found).model.num_classes is None  # as in the config of `rope_jax train`
+    planned = plan("--config=scenes", "--positions=none,ape", "--seeds=1")
+    assert [config.model.position for config in planned.values()] == ["none", "ape"]
+    assert first_config(planned).model.num_classes is None  # as in the config of `rope_jax train`
 
 
-def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
+def test_streamed_images_are_trained_seed_by_seed(tmp_path):
     folder = pictures(tmp_path / "images")
     common = ["--positions=ape,none", "--seeds=2", f"--out={tmp_path}"]
     common += ["--config.model.options=depth=1,width=24,heads=1"]
-    found = plan(f"--path={folder}", "--model=deit3_s16", "--resolutions=96,64x128", *common)
-    assert [workdir.name for workdir in found] == ["ape", "none", "ape-1", "none-1"]
-    assert [config.seed for config in found.values()] == [0, 0, 1, 1]
-    config = first(found)
+    planned = plan(f"--path={folder}", "--model=deit3_s16", "--resolutions=96,64x128", *common)
+    assert [workdir.name for workdir in planned] == ["ape", "none", "ape-1", "none-1"]
+    assert [config.seed for config in planned.values()] == [0, 0, 1, 1]
+    config = first_config(planned)
     assert (config.model.name, config.data.source, config.data.path) == (
         "deit3_s16",
         "folder",
         str(folder),
     )
     assert config.eval.resolutions == ((96, 96), (64, 128))
-    assert first(plan(f"--path={folder}", *common)).eval.resolutions == (
+    assert first_config(plan(f"--path={folder}", *common)).eval.resolutions == (
         160,
         288,
         320,
     )
-    given = plan(f"--path={folder}", "--config=deit3:variant=ti", "--config.optim.b1=0.8", *common)
-    assert (first(given).data.path, first(given).optim.b1) == (
+    recipe_plan = plan(
+        f"--path={folder}", "--config=deit3:variant=ti", "--config.optim.b1=0.8", *common
+    )
+    assert (first_config(recipe_plan).data.path, first_config(recipe_plan).optim.b1) == (
         str(folder),
         0.8,
     )
@@ -113,8 +115,8 @@ def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
     folder = pictures(tmp_path / "my, images=1")
     common = ["--model=vit_digits", "--positions=ape,none", "--seeds=1", *TINY]
     for recipe in ([], ["--config=own_images"]):
-        found = plan(f"--path={folder}", *recipe, *common)
-        assert (first(found).data.source, first(found).data.path) == (
+        planned = plan(f"--path={folder}", *recipe, *common)
+        assert (first_config(planned).data.source, first_config(planned).data.path) == (
             "folder",
             str(folder),
         )
@@ -127,10 +129,10 @@ def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
             plan(f"--path={tmp_path / 'images.npz'}", *recipe, *common)
 
 
-def test_images_stay_where_they_are_wanted_or_fit(monkeypatch):
-    asked = ("--config=digits", "--positions=ape,none", "--seeds=2", TINY[0])
-    apart = plan(*asked, "--config.data.on_device=False")
-    assert [(config.seed, config.data.on_device) for config in apart.values()] == [
+def test_images_stay_on_the_device_if_they_fit(monkeypatch):
+    arguments = ("--config=digits", "--positions=ape,none", "--seeds=2", TINY[0])
+    on_host = plan(*arguments, "--config.data.on_device=False")
+    assert [(config.seed, config.data.on_device) for config in on_host.values()] == [
         (seed, False) for seed in (0, 0, 1, 1)
     ]
 
@@ -141,9 +143,9 @@ def test_images_stay_where_they_are_wanted_or_fit(monkeypatch):
             return {"bytes_limit": self.bytes}
 
     monkeypatch.setattr(compare.jax, "local_devices", lambda: [Device()])
-    assert len(plan(*asked)) == 4
+    assert len(plan(*arguments)) == 4
     monkeypatch.setattr(Device, "bytes", 2 * Device.bytes)
-    assert [config.seeds for config in plan(*asked).values()] == [2, 2]
+    assert [config.seeds for config in plan(*arguments).values()] == [2, 2]
 
 
 def test_all_settings_are_listed(capsys):
@@ -172,20 +174,20 @@ def test_other_arguments_are_refused(argument, hint, capsys):
 
 
 @pytest.mark.slow
-def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys):
+def test_comparisons_are_trained_once_and_end_with_tables(tmp_path, capsys):
     out = tmp_path / "out"
-    asked = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
-    compare.main(asked)
-    said = capsys.readouterr().out
-    assert "[2/2] rope2d, 2 seeds" in said
+    arguments = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
+    compare.main(arguments)
+    output = capsys.readouterr().out
+    assert "[2/2] rope2d, 2 seeds" in output
     table = (out / "comparison.txt").read_text()
-    assert table in said
+    assert table in output
     rows = json.loads((out / "ape-seeds2" / "results.json").read_text())["eval"]
     assert {row["seed"] for row in rows} == {0, 1}
     assert "difference from ape in percentage points [95 % interval]" in table
     for name in ("report.html", "comparison.png", "differences.png"):
         assert (out / name).stat().st_size > 1000
-    compare.main(asked)
+    compare.main(arguments)
     again = capsys.readouterr().out
     assert again.count(": training is complete") == 2
     assert (out / "comparison.txt").read_text() == table

@@ -19,7 +19,7 @@ from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import TASKS
 from rope_jax.weights import Preprocessing, save_pretrained
 from rope_jax_kernels.tuning import choices
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 SMALL = {"depth": 1, "width": 24, "heads": 2, "patch_size": 4}
@@ -44,19 +44,24 @@ def grey_files(folder, values):
         Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(folder / name)
 
 
-def score(model, found, size=(4, 4)):
-    task, how = TASKS["classification"], vars(AS_THEY_ARE)
-    options = {"mean": how["mean"], "std": how["std"], "batch_size": 2, "mesh": make_mesh()}
+def score(model, source, size=(4, 4)):
+    task, settings = TASKS["classification"], vars(AS_THEY_ARE)
+    options = {
+        "mean": settings["mean"],
+        "std": settings["std"],
+        "batch_size": 2,
+        "mesh": make_mesh(),
+    }
     evaluator = evaluate.Evaluator(lambda _, images: model(images), (), task, **options)
-    images = data.Streamed(found, size, AS_THEY_ARE.crop_notation)
-    asked = {"crop": how["crop"], "interpolation": how["interpolation"]}
-    row, _ = task.evaluate(evaluator, model, images, 0, asked)
+    images = data.Streamed(source, size, AS_THEY_ARE.crop_notation)
+    request = {"crop": settings["crop"], "interpolation": settings["interpolation"]}
+    row, _ = task.evaluate(evaluator, model, images, 0, request)
     return row
 
 
-def test_any_right_label_counts(tmp_path):
+def test_any_valid_label_counts(tmp_path):
     assert real_labels()[2] == (230, 231)
-    values = {3: 231, 4: 200, 1: 5}  # the right one of two, a wrong one, one without labels
+    values = {3: 231, 4: 200, 1: 5}  # one of two valid labels, a wrong label, no label
     name = "ILSVRC2012_val_{:08}.png".format
     grey_files(tmp_path, {name(number): value for number, value in values.items()})
     row = score(Reader(1000), EvaluationSet("real", tmp_path))
@@ -70,14 +75,14 @@ def test_only_the_classes_of_the_set_compete(tmp_path):
     grey_files(
         tmp_path / synset[11], {"x.png": 12}
     )  # 11 and 13 are in ImageNet-A, 12 is not; the nearer of equals comes first
-    found = EvaluationSet("a", tmp_path)
-    assert 12 not in found.competing
-    row = score(Reader(1000, favourite=12), found)  # what is not in the set cannot win
+    source = EvaluationSet("a", tmp_path)
+    assert 12 not in source.competing
+    row = score(Reader(1000, favourite=12), source)  # classes outside of the set cannot win
     assert (row["top1"], row["top5"]) == (1.0, 1.0)
     everything = score(Reader(1000, favourite=12), EvaluationSet("imagenet", tmp_path))
     assert (everything["top1"], everything["top5"]) == (0.0, 1.0)
     with pytest.raises(ValueError, match="the model has 10 classes, but imagenet_a has 1000"):
-        score(Reader(10), found)
+        score(Reader(10), source)
 
 
 @pytest.fixture
@@ -89,12 +94,15 @@ def command(tmp_path, capsys):
         grey_files(
             tmp_path / "set" / f"class{number}", {"a.png": 50 * number, "b.png": 60 * number}
         )
-    own = {"model": "deit_ti16", "weights": tmp_path / "w.safetensors", "num_classes": 3}
-    own |= {"image_size": 8, "options": ",".join(f"{key}={value}" for key, value in SMALL.items())}
-    own |= {"dataset": "folder", "images": tmp_path / "set", "out": tmp_path / "rows.json"}
+    flags = {"model": "deit_ti16", "weights": tmp_path / "w.safetensors", "num_classes": 3}
+    flags |= {
+        "image_size": 8,
+        "options": ",".join(f"{key}={value}" for key, value in SMALL.items()),
+    }
+    flags |= {"dataset": "folder", "images": tmp_path / "set", "out": tmp_path / "rows.json"}
 
     def run(*more):
-        command_module.main([*(f"--{name}={value}" for name, value in own.items()), *more])
+        command_module.main([*(f"--{name}={value}" for name, value in flags.items()), *more])
         return json.loads((tmp_path / "rows.json").read_text())["rows"], capsys.readouterr().out
 
     return run
@@ -108,15 +116,15 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert "8x12" in out
 
     measured = []
-    once = evaluate.Evaluator.score
+    score = evaluate.Evaluator.score
 
-    def interrupted(evaluator, images):
+    def score_once(evaluator, images):
         if measured:
             raise KeyboardInterrupt
         measured.append(images.size)
-        return once(evaluator, images)
+        return score(evaluator, images)
 
-    monkeypatch.setattr(evaluate.Evaluator, "score", interrupted)
+    monkeypatch.setattr(evaluate.Evaluator, "score", score_once)
     with pytest.raises(KeyboardInterrupt):
         command("--resolutions=8x12,8,12")
     rows, _ = command("--resolutions=8,8x12")  # nothing is left to measure
@@ -124,7 +132,7 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert [row["resolution"] for row in rows] == [[8, 12], [8, 8]]
 
 
-def test_no_row_is_written_into_a_folder_that_was_exchanged(tmp_path, monkeypatch, capsys):
+def test_no_rows_are_written_into_an_exchanged_folder(tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "run"
     save_run(workdir, 2)
 
@@ -134,28 +142,30 @@ def test_no_row_is_written_into_a_folder_that_was_exchanged(tmp_path, monkeypatc
         return [{"dataset": "digits", "resolution": [8, 8], "count": 1, "top1": 1.0}]
 
     monkeypatch.setattr(evaluate.Evaluator, "score", score)
-    with refused(capsys, f"{workdir} was moved or exchanged during the evaluation", status=1):
+    with expect_refusal(
+        capsys, f"{workdir} was moved or exchanged during the evaluation", status=1
+    ):
         command_module.main([str(workdir)])
     assert not list(workdir.iterdir())
 
 
-def test_a_file_or_folder_of_another_kind_stays(command, tmp_path, capsys):
+def test_other_files_and_folders_are_not_overwritten(command, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     for name in ("notes.txt", "set"):
-        with refused(capsys, rf"{name} is .*\[--out\]"):
+        with expect_refusal(capsys, rf"{name} is .*\[--out\]"):
             command(f"--out={tmp_path / name}")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "set" / "class1").is_dir()
 
 
-def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
+def test_runs_are_evaluated_with_their_kernels(tmp_path, monkeypatch):
     save_run(tmp_path, 2, kernels="xla")
     used = []
 
     def score(*_):
         used.append(choices._IN_FORCE.value.everywhere)
-        about = {"dataset": "digits", "resolution": [8, 8], "count": 1}
-        return [about | {"top1": 1.0, "top5": 1.0}]
+        metadata = {"dataset": "digits", "resolution": [8, 8], "count": 1}
+        return [metadata | {"top1": 1.0, "top5": 1.0}]
 
     monkeypatch.setattr(evaluate.Evaluator, "score", score)
     command_module.main([str(tmp_path)])
@@ -163,7 +173,7 @@ def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
     assert choices._IN_FORCE.value is None
 
 
-def test_other_weights_and_rows_of_earlier_versions_are_measured_anew(command, tmp_path):
+def test_other_weights_and_older_rows_are_measured_again(command, tmp_path):
     for _ in range(2):
         (row,), _ = command()
     assert row["protocol"].startswith("whole image resized to a short side of 8 pixels (bicubic")
@@ -171,14 +181,14 @@ def test_other_weights_and_rows_of_earlier_versions_are_measured_anew(command, t
     old["asked"] = {key: value for key, value in row["asked"].items() if key != "resizing"}
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [old]}))
     rows, _ = command()
-    assert [found["top1"] for found in rows] == [-1.0, row["top1"]]
+    assert [entry["top1"] for entry in rows] == [-1.0, row["top1"]]
     other = rope_jax.create_model("deit_ti16", num_classes=3, image_size=8, seed=1, **SMALL)
     save_pretrained(other, tmp_path / "w.safetensors", source="timm")
     rows, _ = command()
-    assert len({found["asked"]["sha256"] for found in rows[1:]}) == len(rows[1:]) == 2
+    assert len({entry["asked"]["sha256"] for entry in rows[1:]}) == len(rows[1:]) == 2
 
 
-def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
+def test_the_first_of_several_processes_writes(command, tmp_path, monkeypatch):
     for module in (command_module, evaluation_module):
         monkeypatch.setattr(module, "share", lambda: (1, 2))
     with pytest.raises(FileNotFoundError, match=r"rows\.json"):
@@ -196,21 +206,21 @@ def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
         ("somewhere", "name either the WORKDIR of a run or a --model"),
     ],
 )
-def test_mistakes_are_told_in_one_line(command, argument, message, capsys):
-    with refused(capsys, message):
+def test_mistakes_are_one_line(command, argument, message, capsys):
+    with expect_refusal(capsys, message):
         command(argument)
 
 
-def test_tables_of_offsets_shrink_as_asked():
+def test_tables_of_offsets_shrink_as_requested():
     options = {"depth": 1, "width": 24, "heads": 2, "image_size": 64, "num_classes": 2}
     make = functools.partial(rope_jax.create_model, "vit_s16", **options)
-    model, wanted = make(position="rpb"), make(position="rpb(shrink=crop)")
-    wanted.resize((32, 48))
+    model, expected = make(position="rpb"), make(position="rpb(shrink=crop)")
+    expected.resize((32, 48))
     resized, cropped = (
         evaluate.at_resolution(model, (32, 48), rpb_shrink=rule).position.offsets[...]
         for rule in (None, "crop")
     )
-    assert jnp.array_equal(cropped, wanted.position.offsets[...])
+    assert jnp.array_equal(cropped, expected.position.offsets[...])
     assert resized.shape == (1, 2, 3, 5)
     assert not jnp.allclose(resized, cropped, atol=1e-3)
     assert model.position.shrink == "bicubic"  # the model itself stays

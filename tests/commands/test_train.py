@@ -28,7 +28,7 @@ SMALL = [
 ]
 
 
-def stopped_by(name, *, saved, alone=False):
+def interruption(name, *, saved, alone=False):
     error = Interrupted(name)
     error.saved, error.alone = saved, alone
     return error
@@ -40,8 +40,8 @@ def stopped_by(name, *, saved, alone=False):
         (ConfigError("a mistake\n in two lines"), 2, "rope_jax: a mistake in two lines\n"),
         (NonFinite("step 3"), 1, "rope_jax: step 3\n"),
         (SaveFailed("disk full"), 1, "rope_jax: disk full\n"),
-        (stopped_by("SIGTERM", saved=False), 143, "before there was anything to save\n"),
-        (stopped_by("SIGTERM", saved=True, alone=True), 143, "without saving"),
+        (interruption("SIGTERM", saved=False), 143, "before there was anything to save\n"),
+        (interruption("SIGTERM", saved=True, alone=True), 143, "without saving"),
         (RuntimeError("a bug"), 1, "RuntimeError: a bug\n"),
         (BadImages("image 3 is truncated"), 1, "3 is truncated; `python -m rope_jax.data.verify`"),
         (BadSet("2 of 6 images cannot be used"), 1, "rope_jax: 2 of 6 images cannot be used\n"),
@@ -60,14 +60,14 @@ def test_exit_statuses(error, status, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_saved_stop_is_no_failure(capsys):
+def test_a_saved_stop_is_not_a_failure(capsys):
     with exits.exit_statuses("runs/x", distributed=False):
-        raise stopped_by("SIGINT", saved=True)
-    told = "stopped by SIGINT; saved in runs/x: run the same command to resume\n"
-    assert capsys.readouterr().out == told
+        raise interruption("SIGINT", saved=True)
+    message = "stopped by SIGINT; saved in runs/x: run the same command to resume\n"
+    assert capsys.readouterr().out == message
 
 
-def test_one_of_several_processes_names_the_others(monkeypatch, capsys):
+def test_lost_processes_are_named(monkeypatch, capsys):
     monkeypatch.setattr(exits, "_LAST_WORDS", 0)
     with pytest.raises(SystemExit) as caught, exits.exit_statuses("runs/x", distributed=True):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset")
@@ -96,43 +96,47 @@ def test_one_of_several_processes_names_the_others(monkeypatch, capsys):
         (["--strict_restore=maybe"], "--strict_restore: must be True or False, not 'maybe'"),
     ],
 )
-def test_mistakes_in_flags_are_one_line(arguments, message, capsys):
+def test_wrong_flags_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
         train.parse(["--config=digits", "--workdir=runs/x", *arguments])
     assert caught.value.code == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert len(told.splitlines()) == 1
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "missing"), [("--config=digits", "--workdir"), ("--workdir=x", "--config")]
+    ("argument", "missing"), [("--config=digits", "--workdir"), ("--workdir=x", "--config")]
 )
-def test_recipe_and_folder_are_required(given, missing, capsys):
+def test_recipe_and_folder_are_required(argument, missing, capsys):
     with pytest.raises(SystemExit) as caught:
-        train.parse([given])
+        train.parse([argument])
     assert caught.value.code == 2
     assert f"the following arguments are required: {missing}" in capsys.readouterr().err
 
 
 def test_settings_may_follow_switches():
-    given = ["--config=digits", "--workdir=runs/x", "--distributed", "--config.data.path=/a b"]
-    asked, config = train.parse(given)
-    assert (asked.distributed, config.data.path) == (True, "/a b")
+    arguments = ["--config=digits", "--workdir=runs/x", "--distributed", "--config.data.path=/a b"]
+    options, config = train.parse(arguments)
+    assert (options.distributed, config.data.path) == (True, "/a b")
 
 
-def test_flags_are_written_in_several_ways():
-    asked, _ = train.parse(["--config=digits", "--workdir=x"])
-    assert (asked.strict_restore, asked.distributed, asked.resume_override) == (False, False, "")
+def test_flags_have_several_spellings():
+    options, _ = train.parse(["--config=digits", "--workdir=x"])
+    assert (options.strict_restore, options.distributed, options.resume_override) == (
+        False,
+        False,
+        "",
+    )
     words = ["-config", "digits", "--workdir", "runs/x", "--resume_override=seed,batch_size"]
     words += ["--plugins=one", "--plugins=two", "--strict_restore", "--distributed=true"]
     words += ["--config.epochs", "3", "--config.tensorboard", "--noconfig.data.allow_empty"]
-    asked, config = train.parse(words)
-    assert (asked.config, asked.workdir) == ("digits", pathlib.Path("runs/x"))
+    options, config = train.parse(words)
+    assert (options.config, options.workdir) == ("digits", pathlib.Path("runs/x"))
     assert config.plugins == ("one", "two")
-    assert (asked.resume_override, asked.plugins) == ("seed,batch_size", ["one", "two"])
-    assert asked.strict_restore
-    assert asked.distributed
+    assert (options.resume_override, options.plugins) == ("seed,batch_size", ["one", "two"])
+    assert options.strict_restore
+    assert options.distributed
     assert (config.epochs, config.tensorboard, config.data.allow_empty) == (3.0, True, False)
     assert not train.parse([*words, "--nostrict_restore"])[0].strict_restore
 
@@ -142,15 +146,15 @@ def test_help_has_all_settings(command, capsys):
     with pytest.raises(SystemExit) as caught:
         train.parse([command])
     assert not caught.value.code
-    said = capsys.readouterr().out
-    assert "--config.optim.learning_rate: a number" in said
-    assert ("--resume_override" in said and "tiny_imagenet" in said) == (command == "--help")
+    output = capsys.readouterr().out
+    assert "--config.optim.learning_rate: a number" in output
+    assert ("--resume_override" in output and "tiny_imagenet" in output) == (command == "--help")
 
 
-def test_the_next_command_keeps_what_was_given(monkeypatch):
-    given = ["--config=configs/digits.py:position=none,seed=3", "--workdir=runs/a"]
-    given += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
-    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+def test_the_next_command_keeps_the_arguments(monkeypatch):
+    arguments = ["--config=configs/digits.py:position=none,seed=3", "--workdir=runs/a"]
+    arguments += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
     config = resolve({"model": {"position": "rope_mixed", "options": "depth=1"}})
     words = shlex.split(train.next_command(config, pathlib.Path("runs/a")))
     assert words[1:3] == ["-m", "rope_jax.main"]
@@ -162,7 +166,7 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
     ]
 
 
-def test_weights_have_one_scheme_so_that_no_other_is_next():
+def test_runs_from_weights_have_no_next_command():
     config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
     assert train.next_command(config, pathlib.Path("runs/a")) is None
 
@@ -171,21 +175,25 @@ def test_weights_have_one_scheme_so_that_no_other_is_next():
     ("options", "other"),
     [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],
 )
-def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monkeypatch):
+def test_the_next_command_has_a_scheme_that_fits_the_model(options, other, monkeypatch):
     """Rotations along two axes need heads of a multiple of 4 channels."""
     monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
     config = resolve({"model": {"position": "none", "options": options}})
     assert train.next_command(config, pathlib.Path("runs/a")).endswith(f"--workdir=runs/a_{other}")
 
 
-def test_none_can_be_given_where_a_setting_may_be_none():
-    given = ["--config.optim.clip_norm=None", "--config.ema_decay=0.5", "--config.data.path=None"]
-    _, config = train.parse(["--config=digits", "--workdir=runs/x", *given])
+def test_optional_settings_can_be_none():
+    arguments = [
+        "--config.optim.clip_norm=None",
+        "--config.ema_decay=0.5",
+        "--config.data.path=None",
+    ]
+    _, config = train.parse(["--config=digits", "--workdir=runs/x", *arguments])
     assert (config.optim.clip_norm, config.ema_decay, config.data.path) == (None, 0.5, None)
 
 
 @pytest.mark.process
-def test_a_device_that_is_not_there_is_one_line(tmp_path):
+def test_missing_devices_are_reported_in_one_line(tmp_path):
     arguments = ["--config=configs/digits.py", f"--workdir={tmp_path}/run"]
     done = subprocess.run(
         [sys.executable, "-m", "rope_jax.main", *arguments],
@@ -217,14 +225,14 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path):
     ) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        told = process.stderr.read()
+        errors = process.stderr.read()
     assert process.returncode == 130
-    assert told == "rope_jax: stopped by Ctrl-C\n"
+    assert errors == "rope_jax: stopped by Ctrl-C\n"
 
 
 @pytest.fixture
 def forked(tmp_path_factory):
-    """The same command in a process that need not import anything; it ends with the test."""
+    """Starts the command in a forked process without imports; it ends with the test."""
     started = []
 
     def start(workdir, *settings, devices=1, prepare=None):
@@ -235,31 +243,31 @@ def forked(tmp_path_factory):
         return started[-1]
 
     yield start
-    for one in started:
-        one.kill()
+    for process in started:
+        process.kill()
 
 
 @pytest.mark.process
-def test_a_mistake_ends_in_one_line(tmp_path, forked):
+def test_mistakes_end_in_one_line(tmp_path, forked):
     done = forked(tmp_path / "run", "--config.model.position=axial_rope(k_rope=16)")
     assert done.wait(300) == 2
-    assert "k_rope=16" in done.said()
-    assert len(done.said().strip().splitlines()) == 1
+    assert "k_rope=16" in done.read_output()
+    assert len(done.read_output().strip().splitlines()) == 1
     assert os.listdir(tmp_path / "run") == [".lock"]
 
 
 @pytest.mark.process
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, forked):
     settings = [*SMALL, "--config.epochs=400.0"]
     stopped = forked(tmp_path, *settings)
     stopped.wait_for("\nstep ")
     stopped.send(signal.SIGINT)
     assert stopped.wait(120) == 0
-    assert "stopped by SIGINT; saved in" in stopped.said()
+    assert "stopped by SIGINT; saved in" in stopped.read_output()
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
     again = forked(tmp_path, *settings)
     again.wait_for("\nfound step")
     again.send(signal.SIGTERM)
     assert again.wait(120) == 0
-    assert f"found step {saved}" in again.said()
+    assert f"found step {saved}" in again.read_output()

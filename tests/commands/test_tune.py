@@ -6,7 +6,7 @@ import pytest
 import rope_jax.commands.tune
 from rope_jax_kernels import Choices
 from rope_jax_kernels.tuning.choices import Choice, Measured
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 
 SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"]
 
@@ -17,7 +17,7 @@ def calls(*arguments):
     )
 
 
-def test_on_a_cpu_it_says_that_there_is_nothing_to_do(capsys, tmp_path, monkeypatch):
+def test_on_a_cpu_there_is_nothing_to_tune(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
     rope_jax.commands.tune.main(SMALL)
     (line,) = capsys.readouterr().out.splitlines()
@@ -36,7 +36,7 @@ def test_calls_of_evaluation_and_of_training():
     assert call.gradients == {"qkv", "rotation.freqs"}
 
 
-def test_calls_are_those_of_one_of_several_devices(monkeypatch):
+def test_calls_are_those_of_a_single_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     (call,) = calls("--position=axial_rope")
     assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] ")
@@ -84,5 +84,5 @@ def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, capsys):
-    with refused(capsys, rf"^rope_jax.tune: .*{message}"):
+    with expect_refusal(capsys, rf"^rope_jax.tune: .*{message}"):
         rope_jax.commands.tune.main(arguments)

@@ -32,11 +32,11 @@ def photographs(folder, count):
 
 
 @pytest.mark.process
-def test_official_weights_are_fine_tuned_by_one_command(tmp_path):
+def test_one_command_fine_tunes_official_weights(tmp_path):
     trained = rope_jax.create_model(
         "deit3_ti16", position="rope_mixed+ape", num_classes=7, image_size=64, seed=3, **SMALL
     )
-    weights = export_state_dict(trained, source="timm")  # and nothing that describes the model
+    weights = export_state_dict(trained, source="timm")  # without a description of the model
     safetensors.numpy.save_file(weights, tmp_path / "official.safetensors")
     images, workdir = photographs(tmp_path / "photographs", 12), tmp_path / "run"
     arguments = (

@@ -47,13 +47,13 @@ START = "from rope_jax import config as cfg\n\ndef get_config():\n    config = c
         ("x = 1\nx /= 0", r"ZeroDivisionError: division by zero \(/.*/mine.py, line 2\)$"),
     ],
 )
-def test_mistakes_in_a_recipe_are_those_of_a_user(text, message, tmp_path):
+def test_errors_in_recipes_are_reported_with_their_line(text, message, tmp_path):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_recipe(f"{tmp_path}/mine.py")
 
 
-def test_what_a_recipe_derives_follows_a_change(tmp_path):
+def test_derived_settings_follow_changes(tmp_path):
     derived = "config.eval.batch_size = config.get_ref('batch_size') * 2\n    return config"
     (tmp_path / "mine.py").write_text(START + derived)
     config = resolve(load_recipe(f"{tmp_path}/mine.py", {"batch_size": 32}))
@@ -76,7 +76,7 @@ def get_config():
 """
 
 
-def test_a_recipe_may_define_dataclasses(tmp_path):
+def test_recipes_may_define_dataclasses(tmp_path):
     (tmp_path / "mine.py").write_text(DATACLASS)
     assert load_recipe(f"{tmp_path}/mine.py").data.image_size == 12
     (tmp_path / "mine.txt").write_text(DATACLASS)

@@ -14,30 +14,41 @@ from rope_jax.names.text import image_pair
 from rope_jax.system.sharding import make_mesh, put_batch
 from rope_jax.training.setup import assemble, create, initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from tests.config.test_recipes import DENSE, RECIPES, resolved
+from tests.config.test_recipes import DENSE, RECIPES, resolve_recipe
 from tests.images.coco_set import write_coco
 
 
-def of_pixels(config):
+def predicts_pixels(config):
     return config.model.head is not None and not config.model.head.startswith("dino")
 
 
 def trace(config, count, classes):
-    """The setup and the shapes of state and metrics after one step, without an array of it."""
+    """The setup and the shapes of state and metrics after one step, without arrays."""
     size = image_pair(config.data.image_size)
     model = dataclasses.replace(config.model, num_classes=config.model.num_classes or classes)
     sized = dataclasses.replace(config.data, image_size=size)
     config = dataclasses.replace(config, model=model, data=sized)
-    of = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((config.batch_size, *shape), dtype)
-    batch = {"image": of(*size, 3, dtype=jnp.uint8), "label": of(), "epoch": of(), "index": of()}
+    shape_of_field = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
+        (config.batch_size, *shape), dtype
+    )
+    batch = {
+        "image": shape_of_field(*size, 3, dtype=jnp.uint8),
+        "label": shape_of_field(),
+        "epoch": shape_of_field(),
+        "index": shape_of_field(),
+    }
     pixels, labels = np.zeros((1, 1, 1, 3), np.uint8), np.zeros(count, np.int32)
     kind = data.Images
-    if of_pixels(config):
+    if predicts_pixels(config):
         kind, labels = data.LabelMaps, np.zeros((count, *size), np.uint8)
-        batch |= {"label": of(*size, dtype=jnp.uint8), "extent": of(2)}
+        batch |= {"label": shape_of_field(*size, dtype=jnp.uint8), "extent": shape_of_field(2)}
     elif config.model.head is not None:
         boxes = config.data.max_boxes
-        batch |= {"label": of(boxes), "boxes": of(boxes, 4, dtype=jnp.float32), "extent": of(2)}
+        batch |= {
+            "label": shape_of_field(boxes),
+            "boxes": shape_of_field(boxes, 4, dtype=jnp.float32),
+            "extent": shape_of_field(2),
+        }
     images = kind(np.broadcast_to(pixels, (count, *size, 3)), labels, "x", "train", classes)
     setups = []
 
@@ -52,11 +63,11 @@ def trace(config, count, classes):
     return setups[0], state, metrics
 
 
-# Of the official models, whose parts are named in the comments; None where there is no count.
+# Counts of official models, whose parts are named in comments; None without a count.
 DINO, PYRAMID = 18_556_236, 3_444_096
 VIT_B = 86_585_320 - 768 * 1001 - 232 - 196 * 768 + 12 * 12 * 64  # without classifier and table
 PARAMETERS = {
-    # Of each recipe the smallest model here, the others among the slow ones.
+    # The smallest model of each recipe; others are slow.
     "cat": 32_691_256,
     "cct:position=ape": 3_760_139,
     # Backbone without classifier, with the table of 512 pixels; decoder
@@ -71,7 +82,7 @@ SLOW = {
     "thesis:variant=nat_mini,position=rpb": 19_984_174,
     "lape:variant=deit_ti16": 5_722_024,
     "deit3:variant=s,position=rope_mixed": 21_988_840,
-    # Its table is of 192 pixels.
+    # Its table is for 192 pixels.
     "deit3:variant=l,position=rope_mixed+ape": 304_399_336 - (196 - 144) * 1024,
     "deit3:variant=b,position=ape,stage=finetune,init_from=x": 86_585_320,
     "lape:variant=t2t_vit_7,position=sincos1d": 4_255_694,
@@ -109,9 +120,9 @@ SLOW = {
     ("text", "parameters"),
     [*PARAMETERS.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())],
 )
-def test_recipes_are_traced_at_full_size(text, parameters):
-    config, count, classes = resolved(*text.split(":", 1)), 1_281_167, 1000
-    if of_pixels(config):
+def test_recipes_trace_at_full_size(text, parameters):
+    config, count, classes = resolve_recipe(*text.split(":", 1)), 1_281_167, 1000
+    if predicts_pixels(config):
         count, classes = 2, 150
     elif config.model.head is not None:
         count, classes = (2, 80) if config.steps else (2000, 10)
@@ -192,7 +203,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_every_recipe_of_a_paper_is_here():
+def test_all_recipes_of_papers_are_covered():
     for cases in ({**PARAMETERS, **SLOW}, [case[0] for case in SMALL]):
         assert {text.split(":")[0] for text in cases} >= {*RECIPES, *DENSE}
 
@@ -207,8 +218,8 @@ def test_small_models_train(text, write, options, changes, tmp_path):
 
     The first step leaves ViT-Adapter's injectors as they are, whose gates are 0 before it.
     """
-    about = {"data__path": str(write(tmp_path / "set")), "data__workers": 0}
-    config = resolved(*text.split(":", 1), model__options=options, **about, **changes)
+    data_settings = {"data__path": str(write(tmp_path / "set")), "data__workers": 0}
+    config = resolve_recipe(*text.split(":", 1), model__options=options, **data_settings, **changes)
     setup, model = prepare(config)
     state = initial_state(setup, model)
     before = jax.tree.map(np.asarray, state["params"])

@@ -1,4 +1,4 @@
-"""What recipes tell: expected accuracies, deviations; and which parameters they decay."""
+"""Texts of recipes: expected accuracies and deviations; and the parameters that they decay."""
 
 import re
 
@@ -9,45 +9,47 @@ import rope_jax
 from rope_jax.analysis import expected
 from rope_jax.training.optim import decay_mask
 from rope_jax.training.trees import named_leaves
-from tests.config.test_recipes import DENSE, RECIPES, recipe, resolved
+from tests.config.test_recipes import DENSE, RECIPES, recipe, resolve_recipe
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *DENSE])
-def test_a_recipe_takes_a_scheme_and_a_resolution_and_tells_its_command(name):
+def test_recipes_accept_scheme_and_resolution_and_show_commands(name):
     raw, text = recipe(name, "position=rope2d,resolution=64")
     assert (raw.model.position, raw.data.image_size) == ("rope2d", 64)
     assert f"--config={name}:" in text
 
 
 def cells(text, *, after, before):
-    """(what, model, position, value) of each cell of the tables between two parts of a text."""
+    """Yields (quantity, model, position, value) of table cells between two parts of a text."""
     part = text[text.index(after) : text.index(before, text.index(after))]
     for paragraph in part.split("\n\n"):
         if re.match(r"\n? {4}\S", paragraph):
             lines = [re.split(r"  +", line.strip()) for line in paragraph.strip("\n").splitlines()]
-            (what, *positions), *rows = lines
+            (quantity, *positions), *rows = lines
             for model, *values in rows:
                 for position, value in zip(positions, values, strict=True):
                     if value != "-":
-                        yield what, model, position, value
+                        yield quantity, model, position, value
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_expected_accuracies_are_those_of_the_papers_tables(name):
-    """Every number, against `analysis.expected`; of its models, all are there."""
+def test_expected_accuracies_match_the_papers(name):
+    """Compares all numbers with `analysis.expected`, which has no others of these models."""
     _, text = recipe(name)
     start = re.search(r"Expected top-1 in percent \((.+?)\), not\s+trained\s+here", text, re.S)
-    of_source = lambda found: [x for x in found if x["source"] == " ".join(start[1].split())]
+    filter_source = lambda candidates: [
+        x for x in candidates if x["source"] == " ".join(start[1].split())
+    ]
     shown = []
-    for what, model, position, values in cells(text, after=start[0], before="Known deviations"):
-        dataset, sides = what.split(" ", 1)
+    for column, model, position, values in cells(text, after=start[0], before="Known deviations"):
+        dataset, sides = column.split(" ", 1)
         for side, value in zip(sides.split(", "), values.split(", "), strict=True):
-            about = {"dataset": dataset, "resolution": [int(side)] * 2}
-            entries = of_source(expected.find(model=model, position=position, **about))
+            context = {"dataset": dataset, "resolution": [int(side)] * 2}
+            entries = filter_source(expected.find(model=model, position=position, **context))
             assert [entry["top1"] for entry in entries] == [float(value)], (model, position)
             shown += entries
     models = {entry["model"] for entry in shown}
-    published = [x for x in of_source(expected.entries()) if x.get("model") in models]
+    published = [x for x in filter_source(expected.entries()) if x.get("model") in models]
     assert [x for x in published if x not in shown and "top1" in x] == []
     assert len(shown) > 1
 
@@ -60,11 +62,11 @@ def test_expected_accuracies_are_those_of_the_papers_tables(name):
         ("dino", "box AP, {}, 12 epochs", "Expected box AP", "With `rpb`", 25),
     ],
 )
-def test_expected_values_are_those_of_the_papers_tables(name, kind, after, before, count):
-    """Every number of a docstring, against `analysis.expected`, which has no others."""
+def test_expected_values_match_the_papers(name, kind, after, before, count):
+    """Compares all numbers of a docstring with `analysis.expected`, which has no others."""
     shown = {
-        (kind.format(what), model, position): float(value)
-        for what, model, position, value in cells(recipe(name)[1], after=after, before=before)
+        (kind.format(column), model, position): float(value)
+        for column, model, position, value in cells(recipe(name)[1], after=after, before=before)
     }
     published = {
         (entry["task"], entry["model"], entry["position"]): entry["value"]
@@ -76,7 +78,7 @@ def test_expected_values_are_those_of_the_papers_tables(name, kind, after, befor
     assert len(shown) == count
 
 
-# What is decayed besides kernels, by the official optimizers' rules, and a small form of the model.
+# Parameters decayed besides kernels by the official optimizers, and a small form of the model.
 ONE, TWO = {"depth": 1}, {"depths": (1, 1), "heads": (2, 4)}
 DECAYED = [
     ("thesis", "variant=nat_mini,position=rpb", TWO, {"offsets"}),
@@ -95,11 +97,11 @@ DECAYED = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "small", "decayed"), DECAYED)
-def test_decayed_parameters_are_those_of_the_official_optimizers(name, arguments, small, decayed):
-    config = resolved(name, arguments)
-    about = {"position": config.model.position, **small}
+def test_decayed_parameters_match_the_official_optimizers(name, arguments, small, decayed):
+    config = resolve_recipe(name, arguments)
+    options = {"position": config.model.position, **small}
     params = nnx.eval_shape(
-        lambda: nnx.state(rope_jax.create_model(config.model.name, **about), nnx.Param)
+        lambda: nnx.state(rope_jax.create_model(config.model.name, **options), nnx.Param)
     )
     mask = dict(named_leaves(decay_mask(params, config.optim.exempt)))
     names = {x: {path.split(".")[-1] for path in mask if mask[path] == x} for x in (True, False)}

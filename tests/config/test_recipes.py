@@ -26,7 +26,7 @@ def recipe(name, arguments=""):
     return module.get_config(arguments), module.__doc__
 
 
-def resolved(name, arguments="", **changes):
+def resolve_recipe(name, arguments="", **changes):
     raw, _ = recipe(name, arguments)
     for key, value in changes.items():
         section, _, field = key.rpartition("__")
@@ -41,23 +41,23 @@ VALUES = json.loads(pathlib.Path(__file__).with_name("values.json").read_text())
 
 
 @pytest.mark.parametrize("text", VALUES)
-def test_values_of_the_recipes(text):
-    config = resolved(*text.split(":", 1))
-    found = {name: operator.attrgetter(name)(config) for name in VALUES[text]}
-    assert json.loads(json.dumps(found)) == VALUES[text]
+def test_recipes_have_the_recorded_values(text):
+    config = resolve_recipe(*text.split(":", 1))
+    values = {name: operator.attrgetter(name)(config) for name in VALUES[text]}
+    assert json.loads(json.dumps(values)) == VALUES[text]
 
 
 @pytest.mark.parametrize(
     ("recipe", "argument"),
     [("own_images", "batch"), ("finetune:weights=x", "batch_size"), ("swin", "batch_size")],
 )
-def test_the_rate_follows_the_batch_size_as_argument_and_as_setting(recipe, argument):
+def test_the_learning_rate_follows_the_batch_size(recipe, argument):
     load = lambda text, changes: cfg.resolve(cfg.load_recipe(text, changes))
     by_argument = load(cfg.with_arguments(recipe, **{argument: 96}), {})
     assert load(recipe, {"batch_size": 96}) == by_argument
     assert load(recipe, {}).optim.learning_rate != by_argument.optim.learning_rate
-    chosen = load(recipe, {"optim.learning_rate": 0.01, "batch_size": 96})
-    assert (chosen.optim.learning_rate, chosen.batch_size) == (0.01, 96)
+    explicit = load(recipe, {"optim.learning_rate": 0.01, "batch_size": 96})
+    assert (explicit.optim.learning_rate, explicit.batch_size) == (0.01, 96)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_rate_follows_the_batch_size_as_argument_and_as_setting(recipe, argu
         ("finetune", "path=y", "weights= is missing"),
     ],
 )
-def test_mistakes_are_refused(name, arguments, message):
+def test_wrong_arguments_are_refused(name, arguments, message):
     with pytest.raises(cfg.ConfigError, match=message):
         recipe(name, arguments)
 
@@ -97,9 +97,9 @@ def create(config, classes):
     )
 
 
-def test_swin_is_trained_with_the_windows_of_its_first_row():
+def test_swin_trains_with_the_windows_of_its_resolution():
     for resolution, side in ((224, 7), (384, 12)):
-        config = resolved("swin", f"resolution={resolution}")
+        config = resolve_recipe("swin", f"resolution={resolution}")
         model = create(config, 1000)
         assert model.window == (side, side)
         assert config.eval.scale_windows  # which leaves windows of the training resolution alone
@@ -109,8 +109,8 @@ def test_swin_is_trained_with_the_windows_of_its_first_row():
 
 
 @pytest.mark.parametrize(("backbone", "patch"), [("vit", 8), ("swin", 4), ("nat", 4)])
-def test_tiny_imagenet_can_be_evaluated_at_every_size(backbone, patch):
-    config = resolved("tiny_imagenet", f"backbone={backbone},position=rope_mixed+ape")
+def test_tiny_imagenet_can_be_evaluated_at_all_sizes(backbone, patch):
+    config = resolve_recipe("tiny_imagenet", f"backbone={backbone},position=rope_mixed+ape")
     model = create(config, 50)
     for height, width in resolutions(config):
         assert model.grids((height, width))[0] == (height // patch, width // patch)
@@ -119,19 +119,19 @@ def test_tiny_imagenet_can_be_evaluated_at_every_size(backbone, patch):
 
 
 @pytest.mark.parametrize("variant", ["vit_b", "swin_t", "swin_b"])
-def test_dino_takes_every_canvas_and_has_room_for_every_object(variant):
-    """Canvases hold images of the largest size, portrait and landscape together or not."""
-    config = resolved("dino", f"variant={variant},position=rpb")
+def test_dino_supports_all_canvases_and_objects(variant):
+    """Canvases hold images of the largest size, portrait, landscape or mixed."""
+    config = resolve_recipe("dino", f"variant={variant},position=rpb")
     canvases, model = config.data.canvas_sizes, create(config, 80)
     assert {(800, 1344), (1344, 800)} < {*canvases}
     assert max(min(canvas) for canvas in canvases) >= 1333
     for canvas in canvases:
-        model.grids(canvas)  # refuses those that patches and windows do not divide
+        model.grids(canvas)  # refuses sizes that patches and windows do not divide
     assert model.head.options.queries >= config.data.max_boxes
 
 
-def test_the_model_of_scenes_has_room_for_every_digit_and_takes_every_size():
-    config = resolved("scenes_boxes")
+def test_scenes_support_all_digits_and_sizes():
+    config = resolve_recipe("scenes_boxes")
     model = create(config, 10)
     assert model.head.options.queries >= config.data.max_boxes == scenes._NUMBER[1]
     for size in resolutions(config):

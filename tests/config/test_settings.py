@@ -10,11 +10,11 @@ from rope_jax import config as cfg
 from rope_jax.system.files import SaveFailed
 
 
-def test_defaults_are_those_of_the_dataclasses():
+def test_defaults_match_the_dataclasses():
     assert cfg.resolve(cfg.default()) == cfg.Config()
 
 
-def test_a_config_survives_json():
+def test_configs_round_trip_through_json():
     raw = cfg.default()
     raw.eval.resolutions = (6, (8, 12))
     raw.data.image_size = (8, 10)
@@ -24,7 +24,7 @@ def test_a_config_survives_json():
     assert config.eval.resolutions == (6, (8, 12))
 
 
-def test_a_misspelt_key_is_refused_in_recipes():
+def test_misspelt_keys_are_refused_in_recipes():
     with pytest.raises((KeyError, AttributeError), match="batch_size"):
         cfg.default().batch_sise = 3
 
@@ -74,12 +74,12 @@ def test_bad_values_name_the_flag(values, message):
         ({"optim": {"weight_decai": 8}}, r"; did you mean 'weight_decay'\?"),
     ],
 )
-def test_settings_that_are_elsewhere_are_found(values, message):
+def test_misplaced_settings_are_located(values, message):
     with pytest.raises(cfg.ConfigError, match=message):
         cfg.resolve(values)
 
 
-def test_differences_name_every_field_that_matters():
+def test_differences_name_relevant_fields():
     before = cfg.Config()
     after = dataclasses.replace(
         before, seed=1, log_every=7, model=dataclasses.replace(before.model, position="rope2d")
@@ -91,8 +91,8 @@ OTHERS = ("something else", 7, 7.5, True, False, (8, 9), (0.1, 0.2, 0.3), ((8, 9
 SETTINGS = cfg.settings()
 
 
-def changed(name):
-    """The default config with another value of one setting, and that value."""
+def change_setting(name):
+    """Changes one setting of the default config; returns the config and the value."""
     field, config = SETTINGS[name], cfg.Config()
     value = next(
         v
@@ -107,8 +107,8 @@ def changed(name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_difference_counts_unless_the_setting_is_resumable(name):
-    field, (after, value) = SETTINGS[name], changed(name)
+def test_differences_skip_resumable_settings(name):
+    field, (after, value) = SETTINGS[name], change_setting(name)
     line = f"{name}: {field.default!r} -> {value!r}"
     expected = [] if field.metadata["resumable"] else [line]
     assert cfg.differences(cfg.Config(), after) == expected
@@ -116,7 +116,7 @@ def test_a_difference_counts_unless_the_setting_is_resumable(name):
 
 
 def test_resumable_settings():
-    """A setting that changes the numbers of a run must not get onto this list."""
+    """Settings that change the numbers of a run must not be on this list."""
     assert {name for name, field in SETTINGS.items() if field.metadata["resumable"]} == {
         "data.path", "data.bad_images", "data.allow_empty", "data.workers", "data.on_device",
         "eval.resolutions", "eval.extend", "eval.log_scale",
@@ -136,36 +136,38 @@ def test_model_overrides():
 
 
 @pytest.mark.parametrize("error", [ValueError, ImportError, OverflowError, MemoryError])
-def test_what_a_value_leads_to_names_its_flag(error):
+def test_blamed_errors_name_the_flag(error):
     with pytest.raises(cfg.ConfigError, match=r"9 TiB \[--config\.x\]"), cfg.blame("--config.x"):
         raise error("9 TiB")
 
 
-def test_a_file_that_could_not_be_written_is_no_mistake_of_a_flag():
+def test_failed_saves_are_not_blamed_on_flags():
     with pytest.raises(SaveFailed, match="disk full"), cfg.blame("--workdir"):
         raise SaveFailed("disk full")
 
 
 @pytest.mark.parametrize("stored", [[], {"data": []}])
-def test_a_stored_config_that_is_damaged_is_a_sentence(stored):
+def test_damaged_stored_configs_are_refused(stored):
     with pytest.raises(cfg.ConfigError, match="holds no settings by name"):
         cfg.resolve_stored(stored)
 
 
-def test_a_stored_setting_of_another_version_is_not_told_as_a_flag():
+def test_stored_settings_of_other_versions_are_not_named_as_flags():
     message = r"^run/config\.json holds settings of another version .* \(optim\.lr is not a setting"
     with pytest.raises(cfg.ConfigError, match=message):
         cfg.resolve_stored({"optim": {"lr": 0.1}}, "run/config.json")
 
 
-def test_every_setting_has_a_meaning_and_is_printed(capsys):
+def test_every_setting_is_described_and_printed(capsys):
     runpy.run_module("rope_jax.config", run_name="__main__")
-    said = capsys.readouterr().out
-    assert said == cfg.settings_help() + "\n"
-    assert max(map(len, said.splitlines())) <= 100
-    assert "--config.ema_decay: a number of at least 0 and below 1, or None; default: None" in said
-    assert "--config.log_every: a whole number of at least 1; default: 50; resumable\n" in said
-    entries = [" ".join(entry.split()) for entry in said.split("--config.")[1:]]
+    output = capsys.readouterr().out
+    assert output == cfg.settings_help() + "\n"
+    assert max(map(len, output.splitlines())) <= 100
+    assert (
+        "--config.ema_decay: a number of at least 0 and below 1, or None; default: None" in output
+    )
+    assert "--config.log_every: a whole number of at least 1; default: 50; resumable\n" in output
+    entries = [" ".join(entry.split()) for entry in output.split("--config.")[1:]]
     for entry, (name, field) in zip(entries, SETTINGS.items(), strict=True):
         assert entry.startswith(f"{name}: ")
         assert field.metadata["help"]

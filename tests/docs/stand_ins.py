@@ -1,4 +1,4 @@
-"""The files and folders that the documented commands name, as small as they can be."""
+"""Minimal versions of the files and folders that the documented commands name."""
 
 import gzip
 import pathlib
@@ -25,7 +25,7 @@ ALIASES = {
 
 
 def write(folder):
-    """Writes all of them into a folder; weights and runs, which tests replace, have no content."""
+    """Writes them into a folder; weights and runs, which tests replace, have no content."""
     images(folder / "IMAGES")
     ade20k(folder / "ADE20K")
     imagenet(folder / "FOLDER", folder / "ARCHIVES")
@@ -54,7 +54,7 @@ def save(path, picture=PICTURE):
 
 
 def images(folder):
-    """With a class each, with classes of pixels and with boxes: the pages call all three IMAGES."""
+    """Writes images with classes, masks and boxes: the pages call all three IMAGES."""
     write_coco(folder)
     for split in ("train", "val"):
         for name in ("cat", "dog"):
@@ -73,7 +73,7 @@ def ade20k(folder):
 
 
 def imagenet(folder, archives):
-    """In folders of two classes, and in archives."""
+    """Writes ImageNet as folders of two classes and as archives."""
     archives.mkdir()
     for number, synset in enumerate(SYNSETS, 1):
         for k in range(128):  # repeated augmentation needs 256 images

@@ -1,4 +1,4 @@
-"""Every command that the documentation shows, run as far as possible without training.
+"""Runs every command that the documentation shows, as far as possible without training.
 
 The texts are the Markdown pages, that of the notebooks, and the docstrings of modules. A command
 begins with `rope_jax`, `python -m rope_jax...`, `python -m benchmarks`, `python -m experiments` or
@@ -70,7 +70,7 @@ PROGRAM = r"rope_jax [a-z]|python -m (?:benchmarks|experiments)[._ ]|python -m r
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ |srun |mpirun |-\S+ |\d+ )*((?:{PROGRAM}).*)")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^(?: {4,}\S.*\n?)+", re.MULTILINE)
-# Words that stand for others make the form of a command of what has them.
+# Commands with these placeholders are forms.
 FORMS = {
     " NAME": "any benchmark or experiment",
     " PART": "any part of an experiment",
@@ -93,16 +93,16 @@ def texts():
 
 
 def commands(text):
-    """Yields the commands of a text, and whether each is inline code."""
+    """Yields the commands of a text, each with True for inline code."""
     blocks = [code for language, code in FENCE.findall(text) if language != "python"]
     text = FENCE.sub("", text)
     lines = re.sub(r"\\\n *", "", "\n".join(blocks + INDENTED.findall(text))).splitlines()
     for line in lines:
-        if found := COMMAND.fullmatch(line.partition(" #")[0].strip()):
-            yield found[1], False
+        if match := COMMAND.fullmatch(line.partition(" #")[0].strip()):
+            yield match[1], False
     for code in re.findall(r"`([^`]+)`", INDENTED.sub("", text)):
-        if found := COMMAND.fullmatch(" ".join(code.split())):
-            yield found[1], True
+        if match := COMMAND.fullmatch(" ".join(code.split())):
+            yield match[1], True
 
 
 PAGES = {str(path.relative_to(ROOT)): list(commands(text)) for path, text in sorted(texts())}
@@ -111,10 +111,10 @@ _NAMES = {module: name for name, (module, *_) in COMMANDS.items()}
 # Module that `python -m` runs -> command, of those that `rope_jax` has, too.
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): _NAMES[
-        found[1]
+        match[1]
     ]
     for path in (ROOT / "rope_jax").rglob("*.py")
-    if (found := _IMPORT.search(path.read_text())) and found[1] in _NAMES
+    if (match := _IMPORT.search(path.read_text())) and match[1] in _NAMES
 }
 
 
@@ -135,19 +135,19 @@ def split(command):
 
 def distinct():
     """(command, inline, page) of each command that is not a form, on the first page that has it."""
-    found = {}
+    unique_commands = {}
     for page, shown in PAGES.items():
         for command, inline in sorted(shown, key=lambda case: case[1]):
             if not any(mark in command for mark in FORMS):
                 program, words = split(command)
-                found.setdefault((program, *words), (command, inline, page))
-    return list(found.values())
+                unique_commands.setdefault((program, *words), (command, inline, page))
+    return list(unique_commands.values())
 
 
 DISTINCT = distinct()
 
 
-def test_commands_are_found_in_code():
+def test_commands_are_extracted_from_code():
     text = """Text with `python -m rope_jax.x --a` and `make\nit`; make it so.
 
 ```sh
@@ -172,7 +172,7 @@ rope_jax = 1
     ]
 
 
-def test_every_place_has_commands():
+def test_every_page_has_commands():
     others = (
         "README.md",
         "docs/running.md",
@@ -183,10 +183,10 @@ def test_every_place_has_commands():
     assert {split(command)[0] for command, *_ in DISTINCT} == set(RUNNERS)
 
 
-def test_no_command_is_outside_of_code():
+def test_commands_are_only_in_code():
     for path, text in texts():
-        rest = INDENTED.sub("", FENCE.sub("", text))
-        assert not re.search("^(python -m|rope_jax [a-z]+ -)", rest, re.MULTILINE), path
+        prose = INDENTED.sub("", FENCE.sub("", text))
+        assert not re.search("^(python -m|rope_jax [a-z]+ -)", prose, re.MULTILINE), path
 
 
 # The recipe of runs that no page trains.
@@ -205,7 +205,7 @@ SAVED = {
 
 
 def training_words(workdir, page=""):
-    """Of the command that trains in a workdir: the page's last one, or else the first anywhere."""
+    """Words of the command that trains in a workdir: the page's last, or the first of any page."""
     if workdir in RUNS:
         return [f"--config={RUNS[workdir]},path=FOLDER", f"--workdir={workdir}"]
     for shown in (PAGES.get(page, [])[::-1], *PAGES.values()):
@@ -215,27 +215,27 @@ def training_words(workdir, page=""):
     raise ValueError(f"no page trains {workdir}")
 
 
-def config_of(words):
+def parse_config(words):
     """The config of a training command."""
-    _, found = training.parse(words)
-    plugins.load(found.plugins)
-    return found
+    _, parsed = training.parse(words)
+    plugins.load(parsed.plugins)
+    return parsed
 
 
 @functools.cache
-def prepared(asked):
+def prepare_run(requested):
     """The complete config of a run, and its model as shapes; the weights of `init_from` fit it."""
     completed = []
 
     def start():
-        setup, model = prepare(asked)
+        setup, model = prepare(requested)
         completed.append(setup.config)
-        if asked.init_from is not None:
-            restore.start_from(model, asked.init_from, setup.config.data)
+        if requested.init_from is not None:
+            restore.start_from(model, requested.init_from, setup.config.data)
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        classifier = (asked.model.name, asked.model.position)
+        classifier = (requested.model.name, requested.model.position)
         patch.setattr(restore, "open_weights", lambda where: open_weights(where, *classifier))
         model = nnx.eval_shape(start)
     model.preprocessing = restore.preprocessing_of(completed[0].data, completed[0].eval.frame)
@@ -244,9 +244,9 @@ def prepared(asked):
 
 @contextlib.contextmanager
 def open_weights(where, name=None, position=None):
-    """Those of a run; of anything else, of a classifier."""
+    """Weights of a run; for any other name, those of a classifier."""
     if where.startswith("runs/"):
-        _, model = prepared(config_of(training_words(where)))
+        _, model = prepare_run(parse_config(training_words(where)))
     else:
         model = nnx.eval_shape(lambda: create_model(name, position=position))
     links, _ = links_of(model, own.own(model), own.OWN)
@@ -256,7 +256,7 @@ def open_weights(where, name=None, position=None):
 
 
 def load_pretrained(model, where, *, source):
-    """Loads a classifier's weights; of a source, that it has names for the model is enough."""
+    """Loads a classifier's weights; for a source, checks only that it names the model's."""
     if source is not None:
         convert.name_table(model, source)
     else:
@@ -272,7 +272,7 @@ def open_released(weights):
 
 
 class Reached(Exception):
-    """A command has begun to compute."""
+    """Raised when a command begins to compute."""
 
 
 def compute(*_, **__):
@@ -280,7 +280,7 @@ def compute(*_, **__):
 
 
 def see(evaluator, images, *_):
-    """Shows a model that is traced an image of a set; those of boxes are padded."""
+    """Traces a model on an image of a set; images with boxes are padded."""
     if not images.labels_kind.ragged:
         evaluator.apply(evaluator.weights, jnp.zeros((1, *images.size, 3)))
     raise Reached
@@ -294,40 +294,40 @@ COMPUTATIONS = [
 ]
 
 
-def row(asked, *_):
-    """A row of `evaluate`, up to its computation."""
+def row(evaluation, *_):
+    """Computes a row of `evaluate`, up to its computation."""
 
     def begin(model):
-        dataclasses.replace(asked, model=model).row()
+        dataclasses.replace(evaluation, model=model).row()
 
-    asked.identity()
-    asked.folder.mkdir(parents=True, exist_ok=True)  # the workdir, which is none
+    evaluation.identity()
+    evaluation.folder.mkdir(parents=True, exist_ok=True)  # the workdir, which is none
     with contextlib.suppress(Reached):
-        nnx.eval_shape(begin, asked.model)
+        nnx.eval_shape(begin, evaluation.model)
     return {"dataset": "", "protocol": ""}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that commands name; what they register ends with these tests."""
-    found, before = tmp_path_factory.mktemp("stand_ins"), list(sys.path)
-    stand_ins.write(found)
-    yield found
+    """A folder with the files that commands name; registrations end with these tests."""
+    stand_in_folder, before = tmp_path_factory.mktemp("stand_ins"), list(sys.path)
+    stand_ins.write(stand_in_folder)
+    yield stand_in_folder
     sys.path[:] = before
     for registry in (SCHEMES, sys.modules, plugins._loaded):
         for name in ("rope_log", "my_schemes"):
             registry.pop(name, None)
-    prepared.cache_clear()
+    prepare_run.cache_clear()
 
 
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
-    """A function that runs a command of a page, and returns what is wrong with it, or ""."""
+    """A function that runs a command of a page; returns its error, or ""."""
     page = ""
 
     def read_checkpoint(workdir, *, step=None, ema=None, seed=None):
-        found, model = prepared(single(config_of(training_words(workdir, page)), seed))
-        return nnx.clone(model), found, 1
+        run_config, model = prepare_run(single(parse_config(training_words(workdir, page)), seed))
+        return nnx.clone(model), run_config, 1
 
     monkeypatch.chdir(folder)
     monkeypatch.setenv("ROPE_JAX_CACHE", str(folder / "cache"))
@@ -368,19 +368,19 @@ def run(folder, monkeypatch, capsys):
             status = error.code
         except (config.ConfigError, ValueError, OSError) as error:
             status = str(error)
-        said = capsys.readouterr().err
-        return f"{status} {said}" if status or "WARNING" in said else ""
+        errors = capsys.readouterr().err
+        return f"{status} {errors}" if status or "WARNING" in errors else ""
 
     return run
 
 
 def train(words):
-    prepared(config_of(words))
+    prepare_run(parse_config(words))
 
 
 def compare_schemes(words):
     first, *_ = compare.plan(compare._parse(words)).values()  # which creates the models of all
-    prepared(first)
+    prepare_run(first)
 
 
 def prepare_images(words):
@@ -397,20 +397,24 @@ def make(words):
 
 
 def measure(package, words):
-    """A benchmark or experiment: its parser, and the recipes that it trains."""
+    """Runs the parser of a benchmark or experiment, and prepares the recipes that it trains."""
     if not pathlib.Path(ROOT, package, f"{words[0]}.py").exists():
         return _runner.main(importlib.import_module(package), words)
-    module, asked = importlib.import_module(f"{package}.{words[0]}"), {}
+    module, recorded = importlib.import_module(f"{package}.{words[0]}"), {}
     with pytest.MonkeyPatch.context() as patch:
-        note = lambda _, *flags, **options: asked.update(options, flags=flags)
+        note = lambda _, *flags, **options: recorded.update(options, flags=flags)
         patch.setattr(module, "run", functools.wraps(module.run)(note))
         status = _runner.main(importlib.import_module(package), words)
     if module is cpu:
-        prepared(cpu.config_of(asked["recipe"], asked["flags"]))
+        prepare_run(cpu.config_of(recorded["recipe"], recorded["flags"]))
     elif module is evidence:
-        part = PARTS[asked["flags"][0]]
-        for one in {one.backbone: one for one in part.runs(part.seeds)}.values():
-            (_, _, _, *training), *_ = part.commands(one, asked["data"], asked["workdir"])
+        part = PARTS[recorded["flags"][0]]
+        for evidence_run in {
+            evidence_run.backbone: evidence_run for evidence_run in part.runs(part.seeds)
+        }.values():
+            (_, _, _, *training), *_ = part.commands(
+                evidence_run, recorded["data"], recorded["workdir"]
+            )
             train(training)
     return status
 
@@ -435,7 +439,7 @@ RUNNERS = {
     "experiments": functools.partial(measure, "experiments"),
     "make": make,
 }
-# How commands say that something is missing which inline code may leave out.
+# Errors about missing arguments, which inline code may omit.
 MISSING = r"arguments are required|--\w+ is missing|name either the WORKDIR"
 
 
@@ -473,5 +477,5 @@ def test_documented_commands_run(command, inline, page, run):
         ("make train DIR=runs/x", "the Makefile has no DIR=runs/x"),
     ],
 )
-def test_a_broken_command_is_found(command, wrong, run):
+def test_broken_commands_are_detected(command, wrong, run):
     assert wrong in run(command, "README.md")

@@ -2,11 +2,11 @@ from docs import make_pictures as pictures
 from docs.results import read_results
 
 
-def test_the_pictures_are_of_the_results_that_are_there():
+def test_pictures_match_the_results():
     assert pictures.stale(read_results()) == [], "run `make tables`"
 
 
-def test_pictures_of_other_results_are_drawn_anew(tmp_path, monkeypatch):
+def test_outdated_pictures_are_redrawn(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     results = read_results()
     assert len(pictures.stale(results)) == len(pictures.PICTURES)

@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 NAMES = re.compile(r"^\.\. (?:auto(?:function|class|data)|currentmodule):: ([\w.]+)", re.MULTILINE)
 
 
-def documented(page):
+def documented_names(page):
     """The names on a page of the API reference, with their modules."""
     names, module = [], None
     text = (DOCS / "api" / f"{page}.md").read_text()
@@ -26,14 +26,14 @@ def documented(page):
     return names
 
 
-def test_the_reference_has_all_public_names():
+def test_the_reference_lists_all_public_names():
     kernels = {f"rope_jax_kernels.{name}" for name in rope_jax_kernels.__all__}
     others = {"rope_jax_kernels.adapters.flax_attention_fn"}
-    assert set(documented("rope_jax_kernels")) == kernels | others
+    assert set(documented_names("rope_jax_kernels")) == kernels | others
     public = {f"rope_jax.{name}" for name in rope_jax.__all__} - {"rope_jax.__version__"}
-    assert set(documented("rope_jax")) == public
+    assert set(documented_names("rope_jax")) == public
     assert {f"rope_jax.positions.{name}" for name in rope_jax.positions.__all__} <= {
-        *documented("extending"),
+        *documented_names("extending"),
         "rope_jax.positions.list_positions",  # on the page of rope_jax
     }
 
@@ -42,9 +42,9 @@ ALIASES = {"rope_jax_kernels.Pairing", "rope_jax_kernels.Pattern"}
 
 
 @pytest.mark.parametrize("page", ["rope_jax", "rope_jax_kernels", "extending"])
-def test_names_of_the_reference_have_examples(page):
+def test_documented_names_have_examples(page):
     """`test_doctests` runs them."""
-    names = documented(page)
+    names = documented_names(page)
     assert names
     for name in {*names} - ALIASES:
         module, _, attribute = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The tables of the pages: how results are rendered, and which are shown where."""
+"""The tables of the pages: rendering and selection of results."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ HEAD = "| scheme | rate |\n| --- | --- |\n"
 
 
 @pytest.mark.parametrize(
-    ("asked", "shown"),
+    ("query", "shown"),
     [
         ("speed", f"{HEAD}| `ape` | 12,300 |\n| `rpb` | 7 |\n\nA note. {WHERE}.\n"),
         ("speed part=a rows=^`rpb`", f"{HEAD}| `rpb` | 7 |\n\nA note. {WHERE}.\n"),
@@ -31,24 +31,24 @@ HEAD = "| scheme | rate |\n| --- | --- |\n"
         ("two number=1", f"{HEAD}| `ape` | 12,300 |\n| `rpb` | 7 |\n\n{WHERE}.\n"),
     ],
 )
-def test_a_block_is_replaced_and_nothing_else(asked, shown):
+def test_only_blocks_are_replaced(query, shown):
     without_note = {key: TABLE[key] for key in ("columns", "rows")}
     two = ORIGIN | {"benchmark": "two", "tables": [TABLE, without_note]}
-    text = f"before\n<!-- table: {asked} -->\nstale\n<!-- end -->\nafter\n"
+    text = f"before\n<!-- table: {query} -->\nstale\n<!-- end -->\nafter\n"
     filled = tables.fill(text, [ORIGIN | TABLE, two])
     assert filled == text.replace("stale\n", shown)
     assert tables.fill(filled, [ORIGIN | TABLE, two]) == filled
 
 
-def test_the_newest_result_of_each_platform_and_settings_is_shown():
+def test_the_newest_results_are_shown():
     on_cpu = ORIGIN | {"machine": {"device": "cpu", "platform": "cpu"}, "file": "cpu"}
     other = ORIGIN | {"settings": {"part": "b"}, "file": "other"}
-    found = newest([on_cpu, ORIGIN, other, ORIGIN | {"file": "older"}], "speed")
-    assert [result["file"] for result in found] == [ORIGIN["file"], "other", "cpu"]
-    assert newest(found, "speed", part="b") == [other]
+    newest_results = newest([on_cpu, ORIGIN, other, ORIGIN | {"file": "older"}], "speed")
+    assert [result["file"] for result in newest_results] == [ORIGIN["file"], "other", "cpu"]
+    assert newest(newest_results, "speed", part="b") == [other]
 
 
-def test_the_command_writes_the_files_that_change(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_only_changed_files(tmp_path, monkeypatch, capsys):
     path = tmp_path / "README.md"
     path.write_text("<!-- table: recipe name=digits -->\n<!-- end -->\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
@@ -60,7 +60,7 @@ def test_the_command_writes_the_files_that_change(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().out == "written: README.md\n"
 
 
-def test_every_recipe_with_published_accuracies_has_a_section():
+def test_recipes_with_published_accuracies_have_sections():
     published = {
         path.stem
         for path in ROOT.glob("configs/*.py")
@@ -70,7 +70,7 @@ def test_every_recipe_with_published_accuracies_has_a_section():
     assert set(re.findall(r"<!-- table: recipe name=(\w+) -->", page)) == published
 
 
-def test_every_claim_that_was_tested_is_in_the_section_of_one_paper():
+def test_every_tested_claim_is_in_one_section():
     page = (ROOT / "docs/papers.md").read_text()
     for result in newest(read_results(), "evidence"):
         for row in result["tables"][1]["rows"]:

@@ -11,7 +11,7 @@ from rope_jax.config import ConfigError
 from rope_jax.tasks import seeds
 from rope_jax.training.setup import initial_state, load_split, prepare
 from rope_jax.training.signals import Signals
-from tests.models.small import filled
+from tests.models.small import fill
 from tests.training.recipe import tiny
 
 SWIN = {
@@ -42,24 +42,24 @@ UNSCALED = {
         pytest.param(2, UNSCALED, marks=pytest.mark.slow),
     ],
 )
-def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
+def test_windows_of_a_run_scale_with_the_image(count, changes):
     setup, model = prepare(tiny(seeds=count, **SWIN | changes))
-    state = initial_state(setup, filled(model))
+    state = initial_state(setup, fill(model))
     rows = evaluate.evaluate_state(setup, state, signals=Signals())
     assert [row["resolution"] for row in rows] == [[32, 32]] * count + [[64, 64]] * count
     assert all("; windows of 1/32 of the image; " in row["protocol"] for row in rows)
-    wanted = evaluate.planned_rows(setup)
-    assert evaluate.same_rows({"eval": rows}, wanted)
+    planned = evaluate.planned_rows(setup)
+    assert evaluate.same_rows({"eval": rows}, planned)
     images = load_split(setup.config, "test", (64, 64))
     x = jnp.asarray((images.images / np.float32(255) - 0.5) / 0.5, jnp.float32)
     measured = {"scaled": [], "kept": []} if count > 1 else {"scaled": []}
     for params in seeds.split(state["params"], setup.config.seeds):
         alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, setup.config.seeds))
         large = evaluate.at_resolution(alone, (64, 64), scale_windows=True)
-        for windows, found in measured.items():
+        for windows, accuracies in measured.items():
             run = large if windows == "scaled" else alone
             logits = jax.jit(lambda x, run=run: run(x))(x)
-            found.append(float((np.asarray(logits).argmax(-1) == images.labels).mean()))
+            accuracies.append(float((np.asarray(logits).argmax(-1) == images.labels).mean()))
     assert [row["top1"] for row in rows[count:]] == pytest.approx(measured["scaled"], abs=1e-9)
     assert measured["scaled"] != measured.get("kept")
 
@@ -81,12 +81,12 @@ def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
         ({"eval__frames": ("middle",)}, r"unknown augmentation 'middle'.*\[--config.eval.frames\]"),
     ],
 )
-def test_evaluations_that_are_impossible_are_refused_before_training(changes, message):
+def test_impossible_evaluations_are_refused_before_training(changes, message):
     with pytest.raises(ConfigError, match=message):
         prepare(tiny(**SWIN | changes))
 
 
-def test_rows_name_the_windows_that_are_kept():
+def test_rows_name_unscaled_windows():
     setup, _ = prepare(tiny(**SWIN | {"eval__scale_windows": False}))
     protocols = {row["protocol"] for row in evaluate.planned_rows(setup)}
     assert len(protocols) == 1

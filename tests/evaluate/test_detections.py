@@ -25,7 +25,7 @@ from rope_jax.tasks.sheets import class_colours
 from rope_jax.weights import Preprocessing
 from tests.images.coco_set import write_coco
 from tests.models.heads.test_dino import HEAD, VIT
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 task = TASKS["detection"]
@@ -34,16 +34,16 @@ AS_THEY_ARE = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 
 
 def by_colour(weight, images, extent):
-    """For each class one box around all pixels of its colour, scored by their share."""
-    seen = images > 0.5
+    """For each class one box around all pixels of its colour, scored by their fraction."""
+    bright = images > 0.5
     ends = []
     for axis in (2, 1):  # in x, in y
-        there = seen.any(3 - axis)
-        places = jnp.arange(there.shape[1])[:, None]
-        ends.append((there.argmax(1), (there * (places + 1)).max(1)))
+        present = bright.any(3 - axis)
+        places = jnp.arange(present.shape[1])[:, None]
+        ends.append((present.argmax(1), (present * (places + 1)).max(1)))
     (left, right), (top, bottom) = ends
     boxes = jnp.stack([left, top, right, bottom], axis=-1).astype(jnp.float32)
-    scores = 0.5 + weight * seen.mean((1, 2))
+    scores = 0.5 + weight * bright.mean((1, 2))
     return Detections(boxes, scores, jnp.tile(jnp.arange(3), (len(images), 1)))
 
 
@@ -64,10 +64,10 @@ def images(tmp_path):
     return load("coco", str(folder), "test", (136, 136), crop="fit(short=80,long=133)")
 
 
-def test_boxes_are_scored_in_the_stored_images_with_crowds_left_out(images):
-    """Two cats become one wrong box; crowds of dogs are neither found nor missed.
+def test_boxes_are_scored_in_stored_images_without_crowds(images):
+    """Two cats become one wrong box; crowds of dogs are neither detected nor missed.
 
-    The one cat that is found is a third of all: 34 of the 101 recalls.
+    The one detected cat is a third of all: 34 of the 101 recalls.
     """
     (row,) = score(images)
     assert row["count"] == 6
@@ -80,7 +80,7 @@ def test_boxes_are_scored_in_the_stored_images_with_crowds_left_out(images):
     assert tuple(row)[: len(order)] == order
 
 
-def test_scores_do_not_depend_on_the_size_of_batches_or_images(images):
+def test_scores_do_not_depend_on_batch_or_image_sizes(images):
     (row,) = score(images)
     (alone,) = score(images, batch_size=1)
     assert alone == row
@@ -89,20 +89,20 @@ def test_scores_do_not_depend_on_the_size_of_batches_or_images(images):
     assert resized["ap50"] == pytest.approx(row["ap50"], abs=1e-6)
 
 
-def test_images_may_have_more_objects_than_those_of_training(images):
+def test_images_may_have_more_objects_than_in_training(images):
     """The image with two cats and a crowd has two boxes."""
     (row,) = score(images, config=settings(max_boxes=1))
     assert row["count"] == 6
 
 
 def test_every_seed_has_a_row(images):
-    """The second seed is surer of the wrong box: of its two boxes of cats the second is right."""
+    """The second seed scores the wrong box higher: the second of its two boxes of cats is right."""
     rows = score(images, [-0.1, 0.1], config=settings(seeds=2))
     assert rows == [*score(images, -0.1), *score(images, 0.1)]
     assert rows[1]["ap50"] == pytest.approx((34 / 101 / 2 + 1 + 1) / 3, abs=1e-6)
 
 
-def test_an_image_that_is_skipped_has_no_objects_to_miss(images, tmp_path):
+def test_objects_of_skipped_images_are_not_missed(images, tmp_path):
     (tmp_path / "set" / "val2017" / "000000000030.jpg").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"000000000030\.jpg"):
         score(images)
@@ -111,16 +111,16 @@ def test_an_image_that_is_skipped_has_no_objects_to_miss(images, tmp_path):
     assert row["ap50"] == pytest.approx((34 / 101 + 1 + 1) / 3, abs=1e-6)
 
 
-def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
+def test_boxes_are_clipped_and_empty_ones_skipped(images):
     batch = {"extent": jnp.array([[50, 100]]), "original": jnp.array([[100, 400]])}
     batch |= {"index": jnp.array([3]), "mask": jnp.array([True])}
     boxes = jnp.array([[[10.0, 5, 60, 70], [100, 0, 120, 50], [20, 20, 20, 30]]])
     outputs = Detections(boxes, jnp.array([[0.9, 0.8, 0.7]]), jnp.array([[2, 0, 1]]))
     part = {name: np.asarray(x) for name, x in task.count(outputs, batch, images).items()}
-    found = found_in([part])
-    assert list(found) == [3]
-    np.testing.assert_array_equal(found[3].boxes, [[40, 10, 240, 100]])
-    assert found[3].classes.tolist() == [2]
+    detections = found_in([part])
+    assert list(detections) == [3]
+    np.testing.assert_array_equal(detections[3].boxes, [[40, 10, 240, 100]])
+    assert detections[3].classes.tolist() == [2]
     assert found_in([part | {"mask": np.array([False])}]) == {}
 
 
@@ -137,16 +137,16 @@ class Cells(nnx.Module):
             raise ValueError("no multiples of 16")
 
 
-def of_coco(folder, *, config=None, resolutions=None, size=(224, 224), classes=3):
-    """The evaluation of --dataset=coco by a model without names of classes."""
-    given = {"dataset": "coco", "images": str(folder), "resolutions": resolutions}
-    given |= {"batch_size": None, "pictures": 0, "extend": None, "log_scale": False}
-    given |= {"scale_windows": False, "rpb_shrink": None}
-    about = (Cells(classes), config, size, Preprocessing(), make_mesh(), folder)
-    return Evaluation(given, *about)
+def coco_evaluation(folder, *, config=None, resolutions=None, size=(224, 224), classes=3):
+    """The evaluation of --dataset=coco by a model without class names."""
+    arguments = {"dataset": "coco", "images": str(folder), "resolutions": resolutions}
+    arguments |= {"batch_size": None, "pictures": 0, "extend": None, "log_scale": False}
+    arguments |= {"scale_windows": False, "rpb_shrink": None}
+    context = (Cells(classes), config, size, Preprocessing(), make_mesh(), folder)
+    return Evaluation(arguments, *context)
 
 
-def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_path, monkeypatch):
+def test_the_frame_follows_run_requested_size_or_set(tmp_path, monkeypatch):
     used = []
 
     def count(evaluator, images):
@@ -155,41 +155,43 @@ def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_pa
 
     monkeypatch.setattr(evaluate.Evaluator, "count", count)
     folder = write_coco(tmp_path / "set")
-    options = dataclasses.replace(Config().eval, frame="fit(short=80,long=133)")
-    run = dataclasses.replace(settings(), eval=options)
+    eval_config = dataclasses.replace(Config().eval, frame="fit(short=80,long=133)")
+    run = dataclasses.replace(settings(), eval=eval_config)
     on_scenes = dataclasses.replace(run, eval=Config().eval)  # images of one size
-    asked = {"config": run, "resolutions": "48x72", "size": (48, 72)}
-    for given, frame, size, canvases in (
+    requested = {"config": run, "resolutions": "48x72", "size": (48, 72)}
+    for options, frame, size, canvases in (
         ({"config": run}, (80, 133), (224, 224), CANVASES),
-        (asked, (48, 72), (48, 72), ((48, 80), (80, 48), (80, 80))),
+        (requested, (48, 72), (48, 72), ((48, 80), (80, 48), (80, 80))),
         ({}, (800, 1333), (800, 1333), ((800, 1344), (1344, 800), (1344, 1344))),
         ({"config": on_scenes}, (800, 1333), (800, 1333), ((800, 1344), (1344, 800), (1344, 1344))),
     ):
-        one = of_coco(folder, **given)
-        assert one.images.crop == "fit(short={},long={})".format(*frame)
-        assert one.images.size == size
+        evaluation = coco_evaluation(folder, **options)
+        assert evaluation.images.crop == "fit(short={},long={})".format(*frame)
+        assert evaluation.images.size == size
         with pytest.raises(KeyboardInterrupt):
-            one.row()
+            evaluation.row()
         assert used == [canvases]
         used.clear()
-        check_canvases(one.images, "none", canvases)
+        check_canvases(evaluation.images, "none", canvases)
         identity = {"head": "dino", "blocks": [2], "images": str(folder)}
-        assert one.identity() == identity | {"frame": one.images.protocol}  # rows of others differ
+        assert evaluation.identity() == identity | {
+            "frame": evaluation.images.protocol
+        }  # rows of others differ
 
 
-def test_what_cannot_be_scored_is_refused_before_images_are_read(tmp_path, monkeypatch):
+def test_unscorable_sets_are_refused_before_reading(tmp_path, monkeypatch):
     folder = write_coco(tmp_path / "set")
     for classes in (2, 4):
         with pytest.raises(ConfigError, match=f"model has {classes} classes, and set has 3: use"):
-            of_coco(folder, classes=classes).row()
+            coco_evaluation(folder, classes=classes).row()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rope_jax\[coco\]'"):
-        of_coco(folder).row()
+        coco_evaluation(folder).row()
 
 
 @pytest.mark.slow
-def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, capsys, monkeypatch):
-    """Of a run with fresh weights, whose boxes are as good as any."""
+def test_the_command_writes_rows_a_class_table_and_a_picture(tmp_path, capsys, monkeypatch):
+    """A run with fresh weights, whose boxes are arbitrary."""
     monkeypatch.setitem(scenes.COUNTS, "test", 5)
     options = ",".join(f"{name}={value}" for name, value in VIT.items() if name != "image_size")
     model = {"name": "deit_ti16", "options": options, "head": HEAD, "num_classes": 10}
@@ -197,23 +199,23 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     flags = [str(tmp_path), "--pictures=2", "--batch_size=2"]
     evaluate_command.main(flags)
     assert "\n    9  0." in capsys.readouterr().out  # the last class
-    evaluate_command.main([*flags, "--pycocotools"])  # is not evaluated again
+    evaluate_command.main([*flags, "--pycocotools"])  # no further evaluation
     (first,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
     assert (first["resolution"], first["count"], len(first["class_ap"])) == ([32, 32], 5, 10)
     assert 0 <= first["ap"] < 0.5
     picture = decode_image((tmp_path / "predictions_32x32.png").read_bytes())
     assert picture.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
-    with refused(capsys, "--flip is for models that segment images, and this one"):
+    with expect_refusal(capsys, "--flip is for models that segment images, and this one"):
         evaluate_command.main([*flags, "--flip"])
 
 
-def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
+def test_boxes_have_the_colours_of_their_classes(tmp_path):
     """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels."""
     boxes = np.array([[10.0, 20, 30, 40], [1, 1, 9, 9]])
     truth = Truth(boxes, np.int32([1, 0]), np.array([False, True]), np.array([400.0, 64]))
-    found = Found(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
-    one = Detected(np.full((48, 48, 3), 9, np.uint8), truth, found)
-    draw_detections([one, one], ["a", "b", "c"], 3, tmp_path / "p.png")
+    detections = Found(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
+    example = Detected(np.full((48, 48, 3), 9, np.uint8), truth, detections)
+    draw_detections([example, example], ["a", "b", "c"], 3, tmp_path / "p.png")
     sheet = decode_image((tmp_path / "p.png").read_bytes())
     assert sheet.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
     colours = class_colours(4)[1:]

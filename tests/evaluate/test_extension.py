@@ -14,8 +14,8 @@ from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import ConfigError
 from rope_jax.models import attention as attention_module
 from rope_jax_kernels import attention_qkv
-from tests.models.small import filled
-from tests.refusals import refused
+from tests.models.small import fill
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 SMALL = {"depth": 1, "width": 16, "heads": 1, "image_size": 8, "num_classes": 3}
@@ -23,7 +23,7 @@ SIZES = ((8, 8), (12, 16), (4, 8))
 
 
 def vit(position, **changes):
-    return filled(rope_jax.create_model("vit_digits", position=position, **SMALL | changes))
+    return fill(rope_jax.create_model("vit_digits", position=position, **SMALL | changes))
 
 
 @functools.cache
@@ -31,37 +31,39 @@ def images(size):
     return jnp.asarray(np.random.default_rng(0).standard_normal((2, *size, 3)), jnp.float32)
 
 
-def test_options_of_evaluation_and_of_a_scheme_are_the_same_under_jit():
-    own, scheme = vit("rope_mixed"), vit("rope_mixed(extend=yarn,beta=2)")
+def test_evaluation_and_scheme_options_agree_under_jit():
+    model, scheme = vit("rope_mixed"), vit("rope_mixed(extend=yarn,beta=2)")
     for size in SIZES:
-        copy = evaluate.at_resolution(own, size, extend="yarn(beta=2)")
-        both = jax.jit(lambda x, copy=copy: (own(x), copy(x)))
-        plain, found = both(images(size))
+        copy = evaluate.at_resolution(model, size, extend="yarn(beta=2)")
+        run_twice = jax.jit(lambda x, copy=copy: (model(x), copy(x)))
+        plain, extended = run_twice(images(size))
         grid = copy.position.stage.grid
-        rotations = [model.position.terms(grid).layer(0).rotation for model in (copy, scheme)]
+        rotations = [
+            rotated_model.position.terms(grid).layer(0).rotation for rotated_model in (copy, scheme)
+        ]
         assert jnp.array_equal(*(rotation.freqs for rotation in rotations))
         if size == (8, 8):
-            assert jnp.array_equal(plain, found)
+            assert jnp.array_equal(plain, extended)
         elif size == (12, 16):
-            assert not jnp.allclose(plain, found, atol=1e-3)
-    assert own.position.extension.extend == "none"  # the model itself stays
+            assert not jnp.allclose(plain, extended, atol=1e-3)
+    assert model.position.extension.extend == "none"  # the model itself stays
     assert evaluate.at_resolution(scheme, size, extend="none").position.extension.extend == "none"
 
 
-def test_temperature_is_a_number_for_the_kernels(monkeypatch):
+def test_kernels_take_the_temperature_as_a_number(monkeypatch):
     attend = unittest.mock.Mock(wraps=attention_qkv)
     monkeypatch.setattr(attention_module, "attention_qkv", attend)
     model = vit("rope2d(log_scale=True)")
     for size in SIZES:
         jax.eval_shape(model, images(size))
-    own, *scales = (call.kwargs["scale"] for call in attend.call_args_list)
-    assert (own, *map(type, scales)) == (None, float, float)
+    training_scale, *scales = (call.kwargs["scale"] for call in attend.call_args_list)
+    assert (training_scale, *map(type, scales)) == (None, float, float)
     plain = SMALL["width"] ** -0.5 / np.log(16)
     assert scales == pytest.approx([plain * np.log(48), plain * np.log(8)])
 
 
 @pytest.mark.slow
-def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
+def test_resized_models_remember_the_training_resolution(tmp_path):
     model, large = vit("rope2d(extend=ntk)+ape"), (16, 16)
     model.resize(large)
     rope_jax.save_pretrained(model, tmp_path)
@@ -69,8 +71,8 @@ def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
     assert (again.notation, again.image_size, again.trained_size) == (model.notation, large, (8, 8))
     rope_part = again.position.parts[0]
     assert (rope_part.trained.grid, rope_part.stage.grid) == ((4, 4), (8, 8))
-    same = [jax.jit(m)(images(large)) for m in (model, again)]
-    assert jnp.array_equal(*same)
+    logits_pair = [jax.jit(m)(images(large)) for m in (model, again)]
+    assert jnp.array_equal(*logits_pair)
     fresh = vit("rope2d(extend=ntk)+ape", image_size=16)
     assert not jnp.array_equal(
         *(p.position.parts[0].terms((8, 8)).rotation.freqs for p in (again, fresh))
@@ -79,9 +81,9 @@ def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
     assert taller.position.parts[0].trained.grid == (4, 4)
 
 
-def test_the_command_sets_the_rule_and_names_it(tmp_path, capsys):
+def test_the_command_sets_and_names_the_rule(tmp_path, capsys):
     save_run(tmp_path, 1, position="rope2d")
-    with refused(capsys, r"extend must be one of none, .*, yarn, not 'nkt'"):
+    with expect_refusal(capsys, r"extend must be one of none, .*, yarn, not 'nkt'"):
         evaluate_command.main([str(tmp_path), "--extend=nkt"])
     evaluate_command.main([str(tmp_path), "--resolutions=16", "--extend=ntk", "--log_scale"])
     (row,) = evaluate.read_evaluations(tmp_path / "evaluations.json")
@@ -101,7 +103,7 @@ def test_the_command_sets_the_rule_and_names_it(tmp_path, capsys):
         ("cat_rope(mode=released)", "ntk", "is for rotary positions"),
     ],
 )
-def test_rules_that_do_not_suit_a_model(position, extend, message):
+def test_unsuitable_rules_are_refused(position, extend, message):
     model = rope_jax.create_model("vit_digits", position=position, **SMALL)
     with pytest.raises(ConfigError, match=message):
         evaluate.at_resolution(model, (8, 8), extend=extend, log_scale=extend is None)
@@ -119,12 +121,12 @@ def test_rules_that_do_not_suit_a_model(position, extend, message):
         ("rope2d(log_scale=1.5)", "log_scale must be True or False"),
     ],
 )
-def test_options_that_a_scheme_cannot_have(position, message):
+def test_unsuitable_scheme_options_are_refused(position, message):
     with pytest.raises(ValueError, match=message):
         rope_jax.create_model("vit_digits", position=position, **SMALL)
 
 
-def test_models_whose_queries_see_no_further_say_so(capsys):
+def test_models_with_fixed_reach_print_a_note(capsys):
     model = rope_jax.create_model(
         "nat_mini",
         position="rope2d",

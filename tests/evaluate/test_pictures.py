@@ -14,7 +14,7 @@ from tests.training.recipe import tiny
 
 
 @pytest.mark.parametrize(("names", "number"), [(["ground", "one", "two"], 3), (None, 150)])
-def test_a_picture_has_a_row_for_each_image(tmp_path, names, number):
+def test_pictures_have_a_row_for_each_image(tmp_path, names, number):
     """Panels of 256 pixels, 12 apart, below a line of 22 pixels: image, classes, predicted."""
     image, classes = np.full((4, 4, 3), 7, np.uint8), np.zeros((4, 4), np.uint8)
     classes[0, 0], classes[1] = 255, 1
@@ -32,8 +32,8 @@ def test_a_picture_has_a_row_for_each_image(tmp_path, names, number):
     assert (sheet[-22 + 4, [17, 167, 317]] == colours[:3]).all()
 
 
-def test_weights_are_arguments_of_the_program(tmp_path, monkeypatch):
-    """Constants would be copied into it: of a large model, gigabytes."""
+def test_weights_are_arguments_of_programs(tmp_path, monkeypatch):
+    """Constants would be copied into the program: gigabytes for a large model."""
     monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 2})
     changes = {"data__source": "scenes", "data__image_size": 16, "data__augment": "none"}
     changes |= {"model__head": "linear", "eval__resolutions": (), "batch_size": 8}

@@ -26,7 +26,7 @@ ROWS = [
 ]
 
 
-def test_rows_of_two_crops_are_told_apart():
+def test_rows_of_two_crops_are_distinguished():
     table = [line.split() for line in results_table(ROWS).splitlines()]
     assert [(line[0], line[-1]) for line in table] == [
         ("resolution", "protocol"),
@@ -44,7 +44,7 @@ def test_rows_of_two_crops_are_told_apart():
     assert rows_by_line("ape", ROWS[:2]) == {"ape": ROWS[:2]}
 
 
-def test_scores_of_detections_are_listed_and_none_is_a_dash():
+def test_detection_scores_are_listed_with_dashes_for_none():
     row = {"resolution": [64, 64], "ap": 0.25, "ap50": 0.5, "ap75": 0.125, "ap_small": 0.25}
     row |= {"ap_medium": None, "ap_large": None, "count": 200, "class_ap": [0.25, None]}
     header, _, line = results_table([row]).splitlines()
@@ -53,7 +53,7 @@ def test_scores_of_detections_are_listed_and_none_is_a_dash():
     assert class_table([row]).split()[-4:] == ["0", "0.2500", "1", "-"]
 
 
-def test_seeds_and_crops_have_lines_of_their_own():
+def test_seeds_and_crops_have_separate_lines():
     rows = [row | {"seed": seed} for row in ROWS for seed in (0, 1)]
     lines = rows_by_line("ape", rows)
     assert len(lines) == 4
@@ -84,8 +84,8 @@ def test_damaged_results_are_refused_or_set_aside(tmp_path, content, name, capsy
     assert f"{name}.damaged" in capsys.readouterr().err
 
 
-def test_results_of_earlier_versions_are_read_and_added_to(tmp_path):
-    """They have a digest of their entries, or none."""
+def test_results_of_earlier_versions_are_read_and_extended(tmp_path):
+    """They may have a digest of their entries."""
     write_results(tmp_path, 7, ROWS)
     assert json.loads((tmp_path / "results.json").read_text()) == {"step": 7, "eval": ROWS}
     (tmp_path / "results.json").write_text(json.dumps({"step": 7, "eval": ROWS, "sha256": "x"}))

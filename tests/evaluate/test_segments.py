@@ -21,7 +21,7 @@ from rope_jax.tasks import TASKS
 from rope_jax.tasks.dense import check_classes, side_multiple
 from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.tasks.segments import Views
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.small_run import save_run
 
 ZEROS = np.zeros(3, np.float32)
@@ -34,7 +34,7 @@ def by_colour(weights, images):
 
 
 class Patches(nnx.Module):
-    """What is asked of a model of three classes and patches of 4 pixels."""
+    """The interface of a model of three classes and patches of 4 pixels."""
 
     num_classes, class_names, head = 3, None, types.SimpleNamespace(probabilities=jax.nn.softmax)
 
@@ -48,9 +48,9 @@ def split(images, views, apply=by_colour, weights=ZEROS, pictures=0, bad_images=
     task, steps = TASKS["segmentation"], {"batch_size": 2, "mesh": make_mesh(), "config": config}
     evaluator = Evaluator(apply, weights, task, mean=(0.0,) * 3, std=(1.0,) * 3, **steps)
     window = "whole" if views.window is None else "x".join(map(str, views.window))
-    asked = {"scales": views.scales, "flip": views.flip, "window": window}
+    request = {"scales": views.scales, "flip": views.flip, "window": window}
     stride = views.stride if views.window else None
-    return task.evaluate(evaluator, Patches(), images, pictures, asked | {"stride": stride})
+    return task.evaluate(evaluator, Patches(), images, pictures, request | {"stride": stride})
 
 
 @pytest.fixture
@@ -79,15 +79,20 @@ def write_masks(path, sizes):
 def definition(masks):
     """IoU of each class and accuracy of the nearest colour, at the size of the labels."""
     pairs = [masks.original(number) for number in range(4)]
-    there = np.concatenate([labels.ravel() for _, labels in pairs])
+    true_classes = np.concatenate([labels.ravel() for _, labels in pairs])
     red = np.concatenate([image[..., 0].ravel() for image, _ in pairs]) / 255
-    found, there = abs(red[:, None] - [0, 0.4, 0.8]).argmin(-1)[there != 255], there[there != 255]
-    one, other = (np.arange(3)[:, None] == x for x in (found, there))
-    return (one & other).sum(1) / (one | other).sum(1), (found == there).mean()
+    predicted, true_classes = (
+        abs(red[:, None] - [0, 0.4, 0.8]).argmin(-1)[true_classes != 255],
+        true_classes[true_classes != 255],
+    )
+    is_predicted, is_true = (np.arange(3)[:, None] == x for x in (predicted, true_classes))
+    return (is_predicted & is_true).sum(1) / (is_predicted | is_true).sum(1), (
+        predicted == true_classes
+    ).mean()
 
 
 @pytest.mark.parametrize("views", [Views(), Views(window=(16, 16), stride=8), Views(flip=True)])
-def test_scores_are_those_at_the_size_of_the_labels(masks, views):
+def test_scores_are_computed_at_the_size_of_labels(masks, views):
     row, pictures = split(masks, views, pictures=2)
     iou, accuracy = definition(masks)
     scores = [row[name] for name in ("count", "miou", "accuracy")]
@@ -112,8 +117,8 @@ def test_scores_are_those_at_the_size_of_the_labels(masks, views):
         ),
     ],
 )
-def test_few_programs_serve_all_images_of_a_set(tmp_path, views, shapes):
-    """A ViT is traced once for each shape, and sees six sizes of images as windows or canvases."""
+def test_few_programs_serve_all_images(tmp_path, views, shapes):
+    """A ViT is traced once per shape, and has six sizes of images as windows or canvases."""
     sizes = [(24, 40), (40, 24), (24, 24), (24, 33), (30, 47), (47, 30)]
     images = write_masks(tmp_path, dict(zip("abcdef", sizes, strict=True)))
     small = {"patch_size": 4, "depth": 1, "width": 16, "heads": 2, "image_size": 16}
@@ -130,7 +135,7 @@ def test_few_programs_serve_all_images_of_a_set(tmp_path, views, shapes):
     assert sorted(traced) == shapes
 
 
-def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
+def test_damaged_images_are_errors_or_skipped(masks):
     file = masks.source.label_file(2)
     file.write_bytes(file.read_bytes()[:60])
     with pytest.raises(BadImages, match=r"c\.png"):
@@ -146,14 +151,14 @@ def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
         (Views((0.5,), window=(512, 512), stride=341), (512, 2048), [(512, 683)]),
     ],
 )
-def test_views_have_the_sizes_of_mmsegmentation(views, fit, sizes):
-    found = list(views.of(np.zeros((300, 400, 3), np.float32), fit))
+def test_views_have_mmsegmentations_sizes(views, fit, sizes):
+    results = list(views.of(np.zeros((300, 400, 3), np.float32), fit))
     flips = [False, True] if views.flip else [False]
-    wanted = [(size, flipped) for size in sizes for flipped in flips]
-    assert [(view.shape[:2], flipped) for view, flipped in found] == wanted
+    expected = [(size, flipped) for size in sizes for flipped in flips]
+    assert [(view.shape[:2], flipped) for view, flipped in results] == expected
 
 
-def test_a_model_of_few_sizes_needs_a_window():
+def test_models_of_few_sizes_need_a_window():
     with pytest.raises(ConfigError, match="name a --window"):
         side_multiple(lambda size: int("no"))
 
@@ -168,13 +173,13 @@ def run(tmp_path_factory):
     return workdir
 
 
-def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, monkeypatch):
+def test_the_command_writes_rows_a_class_table_and_a_picture(run, capsys, monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
     evaluate_command.main([str(run), "--resolutions=12x20", "--scales=0.5,1", "--flip"])
     out = capsys.readouterr().out
     assert "mIoU" in out
     assert "background  0." in out
-    evaluate_command.main([str(run), "--resolutions=12x20"])  # other views are another row
+    evaluate_command.main([str(run), "--resolutions=12x20"])  # other views make another row
     # With windows of whole patches, images may have any size.
     evaluate_command.main([str(run), "--resolutions=13", "--window=12", "--batch_size=3"])
     rows = json.loads((run / "evaluations.json").read_text())["rows"]
@@ -200,9 +205,9 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
         (["--crop=0.9"], "--crop is for models that classify images, and this one does not"),
     ],
 )
-def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch, capsys):
+def test_incompatible_flags_are_refused(run, flags, message, monkeypatch, capsys):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
-    with refused(capsys, message):
+    with expect_refusal(capsys, message):
         evaluate_command.main([str(run), *flags])
 
 

@@ -10,7 +10,7 @@ WEIGHTS = np.random.default_rng(5).standard_normal((3, 4)).astype(np.float32)
 
 
 def pointwise(weights, images):
-    """A model that looks at single pixels: windows and canvases must not show."""
+    """A model of single pixels, which windows and canvases must not change."""
     return images @ weights
 
 
@@ -25,15 +25,15 @@ def make(**options):
 
 
 def softmax(logits):
-    shares = np.exp(logits - logits.max(-1, keepdims=True))
-    return shares / shares.sum(-1, keepdims=True)
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize(
     ("window", "size"),
     [((8, 8), (19, 11)), (None, (19, 11)), ((8, 8), (5, 20))],  # the last is padded
 )
-def test_windows_of_a_pointwise_model_do_not_show(window, size):
+def test_windows_do_not_change_a_pointwise_model(window, size):
     image = picture(*size)
     scores = make(size=window).scores(WEIGHTS, [(image, False)], size)
     np.testing.assert_allclose(scores[: size[0], : size[1]], softmax(image @ WEIGHTS), atol=1e-5)
@@ -43,15 +43,15 @@ def test_windows_of_a_pointwise_model_do_not_show(window, size):
     ("probabilities", "definition"),
     [(jax.nn.softmax, softmax), (lambda scores: scores, lambda scores: scores)],
 )
-def test_views_are_resized_to_the_original_flipped_back_and_averaged(probabilities, definition):
-    """Scores that are no logits, as Mask2Former's, stay as they are."""
+def test_views_are_resized_flipped_back_and_averaged(probabilities, definition):
+    """Scores other than logits, like those of Mask2Former, are not changed."""
     image, original = picture(12, 10), (19, 11)
     small = resize_image(image, (8, 9))
     windows = make(probabilities=probabilities)
     views = [(image, False), (image[:, ::-1], True), (small, False)]
-    found = np.asarray(windows.scores(WEIGHTS, views, original))[:19, :11]
-    wanted = [definition(logits(view, original)) for view in (image, image, small)]
-    np.testing.assert_allclose(found, np.mean(wanted, axis=0), atol=1e-5)
+    scores = np.asarray(windows.scores(WEIGHTS, views, original))[:19, :11]
+    expected = [definition(logits(view, original)) for view in (image, image, small)]
+    np.testing.assert_allclose(scores, np.mean(expected, axis=0), atol=1e-5)
 
 
 def logits(view, original):
@@ -68,15 +68,15 @@ def test_overlapping_windows_are_averaged_before_the_softmax():
         return jnp.broadcast_to(jnp.stack([columns, 0 * columns], -1), (*images.shape[:3], 2))
 
     windows = Windows(place, size=(4, 4), stride=3, batch=2, mesh=make_mesh())
-    found = windows.scores(None, [(picture(4, 9), False)], (4, 9))[0, :9]
+    scores = windows.scores(None, [(picture(4, 9), False)], (4, 9))[0, :9]
     total, count = np.zeros(9), np.zeros(9)
     for start in (0, 3, 5):
         total[start : start + 4] += np.arange(4)
         count[start : start + 4] += 1
-    np.testing.assert_allclose(found[:, 0], jax.nn.sigmoid(total / count), atol=1e-6)
+    np.testing.assert_allclose(scores[:, 0], jax.nn.sigmoid(total / count), atol=1e-6)
 
 
-def test_images_of_all_sizes_share_programs():
+def test_images_of_similar_sizes_share_programs():
     windows = make()
     for height, width in [(17, 20), (18, 24), (23, 19), (24, 24)]:  # one bucket, 24 x 24
         windows.scores(WEIGHTS, [(picture(height, width), False)], (height, width))

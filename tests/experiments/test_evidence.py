@@ -22,7 +22,7 @@ BETTER = Claim("somewhere", ("vit", "a"), ("vit", "b"))
 
 
 def runs(position, values):
-    """A run per seed, with its accuracy at 20 pixels and half of it at 12."""
+    """A run per seed, with its accuracy at 20 pixels and half of that at 12."""
     rows = lambda value: [
         {"resolution": [20, 20], "top1": value, "count": 100},
         {"resolution": [12, 12], "top1": value / 2, "count": 100},
@@ -49,32 +49,34 @@ def main(argv):
         ((0.80, 0.70, 0.90), (0.79, 0.80, 0.70), 0.5, "not shown"),
     ],
 )
-def test_a_claim_is_judged_by_the_interval_of_its_difference(better, worse, margin, verdict):
+def test_claims_are_judged_by_intervals(better, worse, margin, verdict):
     claim = dataclasses.replace(BETTER, margin=margin)
     judged = _claims.judge(claim, runs("a", better) + runs("b", worse), 3)
     assert judged.verdict == verdict
     assert judged.difference == pytest.approx(100 * np.mean(np.subtract(better, worse)))
 
 
-def test_differences_are_taken_seed_by_seed_at_the_resolution_of_the_claim():
-    found = runs("a", (0.2, 0.6)) + runs("b", (0.1, 0.5, 0.9))
-    assert str(_claims.judge(dataclasses.replace(BETTER, resolution=12), found, 2)) == (
+def test_differences_are_paired_at_the_claims_resolution():
+    all_runs = runs("a", (0.2, 0.6)) + runs("b", (0.1, 0.5, 0.9))
+    assert str(_claims.judge(dataclasses.replace(BETTER, resolution=12), all_runs, 2)) == (
         "+5.0 ± 0.0, shown"
     )
-    assert _claims.judge(BETTER, found, 3) is None
+    assert _claims.judge(BETTER, all_runs, 3) is None
 
 
 @pytest.mark.parametrize("part", evidence.PARTS)
-def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
-    about, found = evidence.PARTS[part], list(_claims.claims(part))
-    assert found
-    for claim in found:
-        assert {claim.better, claim.worse} <= set(about.models)
-    for backbone in {backbone for backbone, _ in about.models}:
-        config = load_recipe(f"{about.recipe}:{about.backbone}={backbone}")
-        asked = {claim.resolution for claim in found if claim.better[0] == backbone} - {None}
-        assert asked in (set(), set(config.eval.resolutions))  # all or none: not those that suit
-        assert all((side < config.data.image_size) == (side in about.smaller) for side in asked)
+def test_claims_concern_planned_runs_and_resolutions(part):
+    experiment, claims = evidence.PARTS[part], list(_claims.claims(part))
+    assert claims
+    for claim in claims:
+        assert {claim.better, claim.worse} <= set(experiment.models)
+    for backbone in {backbone for backbone, _ in experiment.models}:
+        config = load_recipe(f"{experiment.recipe}:{experiment.backbone}={backbone}")
+        sides = {claim.resolution for claim in claims if claim.better[0] == backbone} - {None}
+        assert sides in (set(), set(config.eval.resolutions))  # all or none, to prevent selection
+        assert all(
+            (side < config.data.image_size) == (side in experiment.smaller) for side in sides
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
         ("cifar10", "cct_7_3x1", "LaPE, CIFAR-10", "lape(ape)", "ape", None, 0),
     ],
 )  # fmt: skip
-def test_what_the_papers_say_is_there(part, backbone, source, better, worse, side, margin):
+def test_claims_of_the_papers_are_included(part, backbone, source, better, worse, side, margin):
     models = (backbone, better), (backbone, worse)
     assert Claim(source, *models, side, margin and _claims.MARGIN) in set(_claims.claims(part))
 
@@ -123,15 +125,15 @@ def test_the_commands_of_a_run():
     assert extend[4:] == [folder, f"--out={folder}/extend.json", "--images=2000"]
 
 
-def test_the_design_of_a_backbone_is_what_decides_its_results():
+def test_the_design_has_all_settings_that_affect_results():
     design = evidence.PARTS["fashion"].design("vit")
     assert not {"seed", "model.position", "data.path", "log_every"} & set(design)
     crops = evidence.PARTS["fashion_crops"].design("vit")
     assert crops == design | {"data.augment": "resized_crop(scale_min=0.25)"}
 
 
-def test_every_run_has_a_workdir_of_its_own():
-    """Also where parts, seeds or flags differ: what is in a workdir is taken up."""
+def test_every_run_has_a_separate_workdir():
+    """Parts, seeds and flags are part of it, as existing workdirs are resumed."""
     folders = [
         part.folder(run, flags)
         for part in evidence.PARTS.values()
@@ -149,7 +151,7 @@ def program(text):
 
 
 @pytest.mark.process
-def test_runs_are_stopped_when_the_time_is_up_and_nothing_new_starts(tmp_path):
+def test_runs_stop_at_the_time_limit(tmp_path):
     text = f"""
 import pathlib, signal, sys, time
 folder = pathlib.Path({str(tmp_path)!r})
@@ -163,7 +165,7 @@ time.sleep(60)
 
 
 @pytest.mark.process
-def test_a_run_that_fails_is_told_of_and_ends_no_other(tmp_path):
+def test_failed_runs_are_reported_and_others_continue(tmp_path):
     done, core = [], max(os.sched_getaffinity(0))
     text = "import os, pathlib, time; time.sleep(0.5); "
     text += f"pathlib.Path({str(tmp_path / 'x')!r}).write_text(str(os.sched_getaffinity(0)))"
@@ -175,32 +177,35 @@ def test_a_run_that_fails_is_told_of_and_ends_no_other(tmp_path):
     assert (tmp_path / "x").read_text() == str({core})  # the second command, on its core
 
 
-def test_a_run_is_finished_with_its_evaluation_by_rules(tmp_path):
-    """Of several seeds in one workdir, each has its own rows."""
+def test_runs_finish_with_their_evaluation_by_rules(tmp_path):
+    """Several seeds in one workdir have separate rows."""
     run, row = evidence.Run("vit", "ape", (7, 8)), {"resolution": [32, 32], "count": 9}
     assert evidence.collect(run, tmp_path) == []
     rows = [row | {"top1": 0.5, "seed": 7}, row | {"top1": 0.6, "seed": 8}]
     (tmp_path / "results.json").write_text(json.dumps({"eval": rows}))
-    found = evidence.collect(run, tmp_path)
-    assert [(one["seed"], one["eval"][0]["top1"]) for one in found] == [(7, 0.5), (8, 0.6)]
+    collected = evidence.collect(run, tmp_path)
+    assert [(result["seed"], result["eval"][0]["top1"]) for result in collected] == [
+        (7, 0.5),
+        (8, 0.6),
+    ]
     assert evidence.collect(run, tmp_path, extended=True) == []
     rule = {"rule": "ntk", "resolution": [64, 64], "score": 0.5, "count": 9}
     for complete in (False, True):
         rules = {"complete": complete, "rows": [rule | {"seed": 7, "run": "x"}]}
         (tmp_path / "extend.json").write_text(json.dumps(rules))
-        found = evidence.collect(run, tmp_path, extended=True)
-        assert [one["rules"] for one in found] == ([[rule], []] if complete else [])
+        collected = evidence.collect(run, tmp_path, extended=True)
+        assert [result["rules"] for result in collected] == ([[rule], []] if complete else [])
 
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """The names of runs that were started, by call, of a part whose runs with seed 0 end."""
+    """The names of started runs, by call, of a part whose runs with seed 0 finish."""
     part = evidence.PARTS["fashion"]
     part = dataclasses.replace(part, groups=[[("vit", "ape"), ("vit", "none")]], extended=())
     monkeypatch.setattr(evidence, "PARTS", {"fashion": part})
     started = []
 
-    def train(runs, cores, minutes, done):
+    def fake_train(runs, cores, minutes, done):
         started.append(list(runs))
         for name in runs:
             if "-0" in name:
@@ -210,7 +215,7 @@ def started(tmp_path, monkeypatch):
                 done()
         return []
 
-    monkeypatch.setattr(evidence, "train", train)
+    monkeypatch.setattr(evidence, "train", fake_train)
     return started
 
 
@@ -219,8 +224,8 @@ def command(tmp_path, *more):
     return ["fashion", *folders, "--seeds", 0, 1, *more]
 
 
-def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, started, capsys):
-    """Also when no workdir is there, as on another machine; seeds can be added."""
+def test_results_of_earlier_calls_are_reused(tmp_path, started, capsys):
+    """Also without workdirs, as on another machine; seeds can be added."""
     main(command(tmp_path))
     names = [f"fashion-vit-{position}-{seed}" for seed in (0, 1) for position in ("ape", "none")]
     first = json.loads((tmp_path / "x.json").read_text())
@@ -238,7 +243,7 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, s
 @pytest.mark.parametrize(
     "change", [["--seeds", 1, 2], ["--data", "others"], ["--", "--config.epochs=1"]]
 )
-def test_runs_of_other_settings_are_not_taken_for_these(change, tmp_path, started, monkeypatch):
+def test_runs_with_other_settings_are_refused(change, tmp_path, started, monkeypatch):
     main(command(tmp_path))
     with pytest.raises(SystemExit, match="holds runs with other settings"):
         main(command(tmp_path, *change))
@@ -255,31 +260,34 @@ def test_runs_of_other_settings_are_not_taken_for_these(change, tmp_path, starte
         (["fashion", "--backbones", "x"], "x: not one of part fashion"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message, tmp_path):
+def test_impossible_arguments_are_refused(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
         main([*arguments, "--data", tmp_path, "--workdir", tmp_path])
 
 
-def test_tables_have_the_most_accurate_first_and_no_verdict_before_all_seeds():
+def test_tables_are_sorted_and_verdicts_need_all_seeds():
     top1 = {"none": (0.5, 0.6), "rpb": (0.6, 0.7), "ape": (0.54,)}
-    found = [run for position, values in top1.items() for run in runs(position, values)]
-    accuracies, verdicts = evidence.tables("fashion", found, 2)
+    all_runs = [run for position, values in top1.items() for run in runs(position, values)]
+    accuracies, verdicts = evidence.tables("fashion", all_runs, 2)
     assert accuracies["columns"] == ["backbone", "position", "seeds", "as trained", "12 px"]
     assert accuracies["rows"] == [  # t of one degree of freedom: 12.706
         ["`vit`", "`rpb`", "2", "65.0 ± 63.5 (20 px)", "32.5 ± 31.8"],
         ["`vit`", "`none`", "2", "55.0 ± 63.5 (20 px)", "27.5 ± 31.8"],
         ["`vit`", "`ape`", "1", "54.0 (20 px)", "27.0"],
     ]
-    said = {row[0]: row[2] for row in verdicts["rows"]}
-    assert said["`vit` with `rpb` above `vit` with `none`"] == "as trained: +10.0 ± 0.0, shown"
+    verdict_texts = {row[0]: row[2] for row in verdicts["rows"]}
+    assert (
+        verdict_texts["`vit` with `rpb` above `vit` with `none`"]
+        == "as trained: +10.0 ± 0.0, shown"
+    )
     at = (16, 20, 24, 32, 40, 48)
     sizes = [f"{side} px: not finished" for side in at]
-    assert said["`vit` with `rope2d` above `vit` with `ape`"] == "<br>".join(sizes)
-    _, verdicts = evidence.tables("fashion", found, 3)
+    assert verdict_texts["`vit` with `rope2d` above `vit` with `ape`"] == "<br>".join(sizes)
+    _, verdicts = evidence.tables("fashion", all_runs, 3)
     assert verdicts["rows"][0][2] == "as trained: not finished"
 
 
-def test_images_lie_packed_or_as_pixels(tmp_path):
+def test_images_are_packed_or_pixels(tmp_path):
     pixels = {f"{split}_images": np.zeros((2, 8, 8, 3), np.uint8) for split in ("train", "test")}
     np.savez(tmp_path / "pixels.npz", **pixels)
     assert _parts.packed(tmp_path / "pixels.npz", tmp_path / "x") == tmp_path / "pixels.npz"
@@ -289,10 +297,10 @@ def test_images_lie_packed_or_as_pixels(tmp_path):
         image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
         image.save(stream := io.BytesIO(), "JPEG", quality=quality)
         encoded.append(stream.getvalue())
-    cut = 160  # what comes first is alike in all files of a quality: their tables
+    cut = 160  # files of equal quality begin with equal tables
     arrays = {
-        "body": np.frombuffer(b"".join(one[cut:] for one in encoded), np.uint8),
-        "offsets": np.cumsum([0, *(len(one) - cut for one in encoded)]),
+        "body": np.frombuffer(b"".join(image_bytes[cut:] for image_bytes in encoded), np.uint8),
+        "offsets": np.cumsum([0, *(len(image_bytes) - cut for image_bytes in encoded)]),
         "labels": np.array([7, 3, 7]),
         "header": np.frombuffer(encoded[0][:cut] + encoded[2][:cut], np.uint8),
         "header_offsets": np.array([0, cut, 2 * cut]),
@@ -300,9 +308,9 @@ def test_images_lie_packed_or_as_pixels(tmp_path):
         "split": np.array([0, 1, 0]),
     }
     np.savez(tmp_path / "packed.npz", **arrays)
-    made = _parts.packed(tmp_path / "packed.npz", tmp_path / "new.npz")
-    pixels = [np.asarray(Image.open(io.BytesIO(one))) for one in encoded]
-    train, test = (data.load("npz", str(made), split) for split in ("train", "test"))
+    unpacked = _parts.packed(tmp_path / "packed.npz", tmp_path / "new.npz")
+    pixels = [np.asarray(Image.open(io.BytesIO(image_bytes))) for image_bytes in encoded]
+    train, test = (data.load("npz", str(unpacked), split) for split in ("train", "test"))
     np.testing.assert_array_equal(train.images, [pixels[0], pixels[2]])
     np.testing.assert_array_equal(test.images, pixels[1:2])
     assert (train.labels.tolist(), test.labels.tolist()) == ([1, 1], [0])

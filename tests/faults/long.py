@@ -2,9 +2,10 @@
 
     python -m tests.faults.long --out experiments/results/faults_cpu.json
 
-Twenty minutes on two idle CPU cores (`make test-faults`); `test_faults.py` and `test_attacks.py`
-are a short form. Each killed run of a small model must end in the state, bit for bit, and with the
-losses of an uninterrupted one; an AssertionError tells where work was lost. Attacks are counted.
+It takes twenty minutes on two idle CPU cores (`make test-faults`); `test_faults.py` and
+`test_attacks.py` are a short form. Each killed run of a small model must end in the state, bit for
+bit, and with the losses of an uninterrupted one; an AssertionError reports lost work. Attacks are
+counted.
 """
 
 import collections
@@ -32,7 +33,7 @@ from rope_jax.training.metrics import read_metrics
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
 from rope_jax.training.trees import tree_hash
-from tests.faults.attacks import SMALL, Absent, all_attacks, durable, expect, last_logged
+from tests.faults.attacks import SMALL, Absent, all_attacks, durable, expect, last_logged_step
 from tests.faults.processes import Run
 
 EVERY = 8  # steps between checkpoints
@@ -44,7 +45,7 @@ SETTINGS = [
     f"--config.checkpoint_every={EVERY}",
 ]
 DAMAGES = ("flip", "truncate", "zero", "delete")
-PHASES = {  # what a run says at their beginning
+PHASES = {  # the output of a run at their beginning
     "start": "",
     "compile": "\nparameter ",
     "step": "\nstep 20/",
@@ -62,11 +63,11 @@ def complete(workdir: pathlib.Path, log: pathlib.Path) -> float:
     """Runs to the end; returns the seconds that it took."""
     begun, run = time.monotonic(), start(workdir, log)
     status = run.wait(600)
-    expect(status == 0, f"exit status {status}: {run.said()[-2000:]}")
+    expect(status == 0, f"exit status {status}: {run.read_output()[-2000:]}")
     return time.monotonic() - begun
 
 
-def restored(
+def restore_newest(
     workdir: pathlib.Path,
     config: pathlib.Path,
     *,
@@ -83,7 +84,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, Any]:
     """The figures that two equal runs share: hash of the last state, losses, evaluation."""
     lines = read_metrics(workdir / "metrics.jsonl")
     return {
-        "state": tree_hash(restored(workdir, workdir / "config.json", strict=True)),
+        "state": tree_hash(restore_newest(workdir, workdir / "config.json", strict=True)),
         "losses": [(line["step"], line["loss"]) for line in lines],
         "results": json.loads((workdir / "results.json").read_text()),
     }
@@ -97,7 +98,7 @@ def kills(
     Args:
         count: of SIGKILLs.
         reference: the outcome of the uninterrupted run.
-        seconds: that it took; instants are uniform in this time.
+        seconds: of that run; instants are uniform in this time.
         rng: of the instants.
         folder: for workdirs.
     """
@@ -113,7 +114,7 @@ def kills(
             repeats = f"step {durable(workdir)} on disk, {repeated[-1]} steps to repeat"
             print(f"kill {len(repeated)}: {repeats}", flush=True)
             continue
-        expect(run.returncode == 0, f"exit status {run.returncode}: {run.said()[-2000:]}")
+        expect(run.returncode == 0, f"exit status {run.returncode}: {run.read_output()[-2000:]}")
         expect(outcome(workdir) == reference, f"{workdir} did not end in the reference's state")
         completed += 1
         shutil.rmtree(workdir)
@@ -128,10 +129,10 @@ def kills(
 
 def check_killed(run: Run, workdir: pathlib.Path) -> int:
     """Checks that nothing reported is lost; returns the number of steps to repeat."""
-    saved = re.findall(r"^(?:saved|found) step (\d+)", run.said(), re.MULTILINE)
+    saved = re.findall(r"^(?:saved|found) step (\d+)", run.read_output(), re.MULTILINE)
     reported, on_disk = max(map(int, saved), default=0), durable(workdir)
     expect(on_disk >= reported, f"step {reported} was reported as saved, {on_disk} is on disk")
-    repeated = last_logged(workdir) - on_disk
+    repeated = last_logged_step(workdir) - on_disk
     # One interval, and the steps while its checkpoint was being written: at most one more.
     expect(repeated <= 2 * EVERY, f"{repeated} steps to repeat, a checkpoint every {EVERY} steps")
     return repeated
@@ -165,7 +166,7 @@ def corruptions(
     with tempfile.TemporaryDirectory(dir=folder) as name:
         copy = pathlib.Path(name)
         shutil.copytree(source / older, copy / "checkpoints" / older)
-        expected = tree_hash(restored(copy, config, strict=True))
+        expected = tree_hash(restore_newest(copy, config, strict=True))
     paths = (path for path in (source / newest).rglob("*") if path.is_file())
     files = sorted(str(path.relative_to(source / newest)) for path in paths)
     done: collections.Counter = collections.Counter()
@@ -180,16 +181,16 @@ def corruptions(
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
-                state = restored(copy, config, mode="train")
-            what = f"{kind} of {name}"
-            expect(int(state["step"]) == int(older), f"{what} was not detected")
-            expect(tree_hash(state) == expected, f"after {what} another state was restored")
-            expect((target / f"{newest}.corrupt").is_dir(), f"after {what} the step is gone")
+                state = restore_newest(copy, config, mode="train")
+            fault = f"{kind} of {name}"
+            expect(int(state["step"]) == int(older), f"{fault} was not detected")
+            expect(tree_hash(state) == expected, f"after {fault} another state was restored")
+            expect((target / f"{newest}.corrupt").is_dir(), f"after {fault} the step is gone")
             done[kind] += 1
     return {"corruptions": count, "by_kind": dict(done), "files": len(files), "fell_back": count}
 
 
-def _slowed() -> None:
+def _slow_down() -> None:
     """Makes each step of a run take a tenth of a second, so that a signal arrives in it."""
     report = Reporter.report
 
@@ -205,18 +206,18 @@ def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path) -> lis
     rows = []
     for phase in phases:
         workdir, log = folder / f"signal-{phase}", folder / f"signal-{phase}.log"
-        run = start(workdir, log, prepare=_slowed)
+        run = start(workdir, log, prepare=_slow_down)
         sent = run.wait_for(PHASES[phase])
-        with contextlib.suppress(ProcessLookupError):  # a machine on which it has ended
+        with contextlib.suppress(ProcessLookupError):  # it may have ended on a fast machine
             run.send(signal.SIGTERM)
         status, seconds = run.wait(120), time.monotonic() - sent
-        logged, on_disk = last_logged(workdir), durable(workdir)
+        logged, on_disk = last_logged_step(workdir), durable(workdir)
         expect(on_disk >= logged, f"{phase}: step {logged} was logged, {on_disk} is on disk")
         allowed = (0,) if on_disk else (-signal.SIGTERM, 128 + signal.SIGTERM)
         expect(status in allowed, f"SIGTERM in {phase}: exit status {status}")
         complete(workdir, log)
-        same = outcome(workdir) == reference
-        expect(same, f"after SIGTERM in {phase} the run did not end in the reference's state")
+        is_equal = outcome(workdir) == reference
+        expect(is_equal, f"after SIGTERM in {phase} the run did not end in the reference's state")
         row = {"phase": phase, "exit_status": status, "seconds_to_exit": round(seconds, 2)}
         rows.append(row | {"logged": logged, "on_disk": on_disk})
         print(rows[-1], flush=True)
@@ -237,7 +238,7 @@ def tries(pattern: str, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]
                 except Absent as absent:
                     print(f"not tried: {attack.name}: {absent}")
                     break
-                except Exception:  # the table counts what was not survived
+                except Exception:  # the table counts failures
                     traceback.print_exc()
                 else:
                     row["survived"] += 1
@@ -256,7 +257,7 @@ def run(
     phases: list[Literal[*PHASES]] = list(PHASES),  # noqa: B006
     seed: int = 0,
 ) -> None:
-    """Runs all of them.
+    """Runs all faults.
 
     Args:
         keep: writes the result.
@@ -284,7 +285,7 @@ def run(
             "attacks": tries(attacks, seed, folder),
         }
     figures["seconds"] = round(time.monotonic() - begun)
-    rows = [  # anything that was not survived has ended the program, but for attacks
+    rows = [  # failures end the program, except those of attacks
         ["`SIGKILL` at a random instant", kill_count, kill_count],
         ["a damaged checkpoint", corruption_count, corruption_count],
         ["`SIGTERM` in each phase of a run", len(phases), len(phases)],

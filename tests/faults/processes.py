@@ -53,8 +53,8 @@ class Run:
         """The exit status, minus the signal that ended it, or None while it is running."""
         return self._process.exitcode
 
-    def said(self) -> str:
-        """Its output so far, after a line break, so that every line follows one."""
+    def read_output(self) -> str:
+        """The output so far, after a line break, so that every line follows one."""
         return "\n" + self.output.read_text()
 
     def wait(self, seconds: float) -> int | None:
@@ -69,9 +69,9 @@ class Run:
             TimeoutError: neither happened within `seconds`.
         """
         deadline = time.monotonic() + seconds
-        while mark not in self.said() and self.returncode is None:
+        while mark not in self.read_output() and self.returncode is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {mark!r} within {seconds} s: {self.said()}")
+                raise TimeoutError(f"no {mark!r} within {seconds} s: {self.read_output()}")
             time.sleep(0.03)
         return time.monotonic()
 
@@ -80,7 +80,7 @@ class Run:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Sends SIGKILL, if it is running, and waits for the end."""
+        """Sends SIGKILL to a running process, and waits for the end."""
         self._process.kill()
         self._process.join()
 
@@ -91,7 +91,7 @@ def _run(
     environment: dict[str, str],
     prepare: Callable[[], None] | None,
 ) -> None:
-    """The new process."""
+    """Runs the command in the new process."""
     import jax
 
     from rope_jax.commands import train as main
@@ -111,8 +111,8 @@ def _run(
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored here, too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored here too
     try:
         main.command()
     finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves them out
+        atexit._run_exitfuncs()  # multiprocessing skips them

@@ -9,12 +9,14 @@ pytestmark = pytest.mark.process
 
 
 def cases():
-    for one in all_attacks():
-        yield pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else [])
+    for candidate in all_attacks():
+        yield pytest.param(
+            candidate, id=candidate.name, marks=[pytest.mark.slow] if candidate.slow else []
+        )
 
 
 @pytest.mark.parametrize("attack", list(cases()))
-def test_a_run_survives(attack, tmp_path):
+def test_runs_survive(attack, tmp_path):
     try:
         attack.run(tmp_path, 0, np.random.default_rng(0))
     except Absent as absent:

@@ -1,4 +1,4 @@
-"""Files from somewhere else may be wrong, but nothing in them is ever executed."""
+"""Files from elsewhere may be wrong, but nothing in them is ever executed."""
 
 import io
 import pathlib
@@ -20,7 +20,7 @@ from ..training.recipe import tiny
 
 
 class Trap:
-    """When it is unpickled, it leaves a file behind."""
+    """Leaves a file behind when unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -29,31 +29,31 @@ class Trap:
         return pathlib.Path.touch, (self.marker,)
 
 
-def pickled(marker):
+def make_pickle(marker):
     return pickle.dumps({"head.kernel": Trap(marker)})
 
 
 def array_file(marker):
-    """A .npy file whose one object is the trap: what `np.save` writes of an array of objects."""
+    """A .npy file whose only object is the trap, as `np.save` writes arrays of objects."""
     file = io.BytesIO()
     np.save(file, np.array([Trap(marker)], dtype=object), allow_pickle=True)
     return file.getvalue()
 
 
 def archive(marker, *names):
-    """A zip of such files, which is a .npz file; with a pickle inside as in torch's files."""
+    """A zip of such files, which is a .npz file, with a pickle inside as in torch's files."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as zipped:
         for name in names:
             zipped.writestr(f"{name}.npy", array_file(marker))
-        zipped.writestr("archive/data.pkl", pickled(marker))
+        zipped.writestr("archive/data.pkl", make_pickle(marker))
     return file.getvalue()
 
 
 SPLITS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
-def checkpoint_of(folder, content):
+def make_checkpoint(folder, content):
     step = folder / "run" / "checkpoints" / "1"
     step.mkdir(parents=True)
     for name in ("manifest.json", "_CHECKPOINT_METADATA", "params"):
@@ -65,7 +65,7 @@ def small(pretrained):
     return rope_jax.create_model("vit_digits", pretrained=pretrained)
 
 
-def written(path, content):
+def write(path, content):
     path.write_bytes(content)
     return str(path)
 
@@ -73,46 +73,46 @@ def written(path, content):
 LOADERS = {
     "init_from .npz": lambda d, m: restore.start_from(
         rope_jax.create_model("vit_digits", depth=1),
-        written(d / "w.npz", archive(m, "head.kernel")),
+        write(d / "w.npz", archive(m, "head.kernel")),
         DataConfig(),
     ),
     "init_from .npz that is a pickle": lambda d, m: restore.start_from(
         rope_jax.create_model("vit_digits", depth=1),
-        written(d / "w.npz", pickled(m)),
+        write(d / "w.npz", make_pickle(m)),
         DataConfig(),
     ),
     "init_from .pkl": lambda d, m: restore.start_from(
         rope_jax.create_model("vit_digits", depth=1),
-        written(d / "w.pkl", pickled(m)),
+        write(d / "w.pkl", make_pickle(m)),
         DataConfig(),
     ),
-    "pretrained .npz": lambda d, m: small(written(d / "w.npz", archive(m, "head.kernel"))),
-    "pretrained .safetensors": lambda d, m: small(written(d / "w.safetensors", pickled(m))),
-    "pretrained .pth": lambda d, m: small(written(d / "w.pth", archive(m, "head.kernel"))),
+    "pretrained .npz": lambda d, m: small(write(d / "w.npz", archive(m, "head.kernel"))),
+    "pretrained .safetensors": lambda d, m: small(write(d / "w.safetensors", make_pickle(m))),
+    "pretrained .pth": lambda d, m: small(write(d / "w.pth", archive(m, "head.kernel"))),
     "converted arrays": lambda d, m: rope_jax.convert_state_dict(
         rope_jax.create_model("vit_digits"),
         {"head.weight": np.array([Trap(m)], dtype=object)},
         source="timm",
     ),
     "images .npz": lambda d, m: data.load(
-        "npz", written(d / "i.npz", archive(m, *SPLITS)), "train", None
+        "npz", write(d / "i.npz", archive(m, *SPLITS)), "train", None
     ),
     "images in a run": lambda d, m: prepare(
-        tiny(data__source="npz", data__path=written(d / "i.npz", archive(m, *SPLITS)))
+        tiny(data__source="npz", data__path=write(d / "i.npz", archive(m, *SPLITS)))
     ),
-    "image": lambda d, m: rope_jax.decode_image(pickled(m)),
-    "checkpoint": lambda d, m: rope_jax.load_checkpoint(str(checkpoint_of(d, pickled(m)))),
+    "image": lambda d, m: rope_jax.decode_image(make_pickle(m)),
+    "checkpoint": lambda d, m: rope_jax.load_checkpoint(str(make_checkpoint(d, make_pickle(m)))),
     "checkpoint of a run": lambda d, m: Checkpoints(
-        checkpoint_of(d, archive(m)) / "checkpoints"
+        make_checkpoint(d, archive(m)) / "checkpoints"
     ).newest_verified(rename=True),
     "results": lambda d, m: evaluate.read_results(
-        pathlib.Path(written(d / "results.json", pickled(m))).parent
+        pathlib.Path(write(d / "results.json", make_pickle(m))).parent
     ),
 }
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_pickle_is_refused_and_not_opened(tmp_path, loader):
+def test_pickles_are_refused_unopened(tmp_path, loader):
     marker = tmp_path / "marker"
     with pytest.raises((ValueError, cfg.ConfigError, OSError, TypeError)):
         LOADERS[loader](tmp_path, marker)
@@ -122,7 +122,7 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path, loader):
 @pytest.mark.parametrize(
     "load",
     [
-        lambda marker: pickle.loads(pickled(marker)),
+        lambda marker: pickle.loads(make_pickle(marker)),
         lambda marker: np.load(io.BytesIO(array_file(marker)), allow_pickle=True),
     ],
 )

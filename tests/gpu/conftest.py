@@ -1,4 +1,4 @@
-"""Keeps one kernel that hangs or breaks the device from hiding the results of other tests."""
+"""Prevents a kernel that hangs or breaks the device from hiding results of other tests."""
 
 import contextlib
 import faulthandler
@@ -24,13 +24,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which collects by itself
-        config.pluginmanager.register(LeftOut(config.workerinput.get("known_tests", ())))
+        config.pluginmanager.register(DeselectKnown(config.workerinput.get("known_tests", ())))
     elif path := config.getoption("outcomes"):
         config.pluginmanager.register(Outcomes(path))
 
 
-class LeftOut:
-    """Leaves out tests by name."""
+class DeselectKnown:
+    """Deselects tests by name."""
 
     def __init__(self, names):
         self.names = set(names)
@@ -41,15 +41,15 @@ class LeftOut:
         items[:] = [item for item in items if item.nodeid not in self.names]
 
 
-class Outcomes(LeftOut):
-    """Writes outcomes as they come. Tests that have one are left out."""
+class Outcomes(DeselectKnown):
+    """Writes outcomes as they come. Tests with an outcome are deselected."""
 
     def __init__(self, path):
         self.path = path
         lines = path.read_text().splitlines() if path.exists() else ()
         known = set()
         for line in lines:
-            with contextlib.suppress(ValueError):  # of a line that was cut off
+            with contextlib.suppress(ValueError):  # a truncated line
                 known.add(json.loads(line)["test"])
         super().__init__(known)
 
@@ -77,7 +77,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def device_answers():
-    """Whether the device still computes."""
+    """True if the device still computes."""
     try:
         return float(jax.block_until_ready(jnp.zeros(()) + 1)) == 1
     except Exception:  # whatever a broken device raises

@@ -1,4 +1,4 @@
-"""Programs that the GPU tests run. tests/aot compiles them where there is no GPU.
+"""Programs that the GPU tests run. tests/aot compiles them without a GPU.
 
 With ROPE_JAX_REHEARSE_GPU_TESTS=1 the GPU tests run on a CPU at small sizes, with interpreted
 kernels, which shows that the tests themselves work.
@@ -22,7 +22,7 @@ REHEARSING = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
 
 
 def at(full, rehearsed):
-    """The first on a GPU, the second in a rehearsal."""
+    """Returns the first value on a GPU, and the second in a rehearsal."""
     return rehearsed if REHEARSING else full
 
 
@@ -44,7 +44,7 @@ class Run:
         return f"{self.implementation} {kind} {self.places}"
 
     def shapes(self):
-        """Of qkv, coords and freqs."""
+        """Shapes of qkv, coords and freqs."""
         tokens = math.prod(self.places)
         if self.pattern is not None:
             tokens = self.pattern.rotated_tokens(self.places)
@@ -68,7 +68,7 @@ class Run:
         return {"out": out, "qkv": like_qkv, "freqs": like_freqs}
 
     def operands(self):
-        """Made on the device. No two of 56 examples in a row are equal."""
+        """Operands made on the device. No two of 56 examples in a row are equal."""
 
         @jax.jit
         def make():
@@ -83,7 +83,7 @@ class Run:
         return make()
 
 
-# Odd sizes: tiles, windows and the map are filled in part.
+# Odd sizes: tiles, windows and the map are partly filled.
 RUNS = [
     Run("triton", None, (53,)),
     Run("mosaic", None, (53,)),
@@ -105,8 +105,8 @@ MANY_EXAMPLES = [
 
 def beyond_31_bits(run):
     """The run with more than 2**31 elements of qkv."""
-    one = math.prod(run.places) * 3 * run.heads * run.head_dim
-    return dataclasses.replace(run, batch=at(2**31 // one + 8, 60))
+    per_example = math.prod(run.places) * 3 * run.heads * run.head_dim
+    return dataclasses.replace(run, batch=at(2**31 // per_example + 8, 60))
 
 
 MANY_ELEMENTS = [beyond_31_bits(run) for run in OURS[:-1]]

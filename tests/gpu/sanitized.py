@@ -1,4 +1,4 @@
-"""One kernel, forward and backward: the program that compute-sanitizer watches."""
+"""One kernel, forward and backward: the program that compute-sanitizer checks."""
 
 import sys
 

@@ -29,7 +29,7 @@ MOSAIC = {
 }
 
 
-def of_layer(name, **options):
+def layer_case(name, **options):
     """A model's layer with a bias, unless the options have none."""
     layer = LAYERS[name]
     sizes = {"heads": layer.heads, "head_dim": layer.head_dim, "pairs": layer.pairs}
@@ -37,13 +37,13 @@ def of_layer(name, **options):
 
 
 MODELS = {
-    "ViT-S": of_layer("vit_s_class_token", pairs=32),
-    "ViT at 512 px": of_layer("vit_s_512px", heads=2, bias=False),
-    "Swin": of_layer("swin_t_2", heads=3),
-    "Swin at 384 px": of_layer("swin_384px", pairs=8, batch=1),
-    "NAT": of_layer("nat_mini_1"),
-    "DiNAT": of_layer("dinat_mini_1", pairs=8),
-    "head dimension 128": of_layer("vit_heads_of_128", heads=2, bias=False),
+    "ViT-S": layer_case("vit_s_class_token", pairs=32),
+    "ViT at 512 px": layer_case("vit_s_512px", heads=2, bias=False),
+    "Swin": layer_case("swin_t_2", heads=3),
+    "Swin at 384 px": layer_case("swin_384px", pairs=8, batch=1),
+    "NAT": layer_case("nat_mini_1"),
+    "DiNAT": layer_case("dinat_mini_1", pairs=8),
+    "head dimension 128": layer_case("vit_heads_of_128", heads=2, bias=False),
 }
 
 
@@ -90,11 +90,13 @@ def test_cudnn_agrees(name):
     )
     q, k, v = (jnp.asarray(qkv[..., i, :, :]) for i in range(3))
     assert explain(attention, q, k, v, pattern=pattern)["cudnn"] == "ok"
-    one, other = (
+    cudnn_result, triton_result = (
         np.asarray(attention(q, k, v, pattern=pattern, implementation=name), np.float32)
         for name in ("cudnn", "triton")
     )
-    np.testing.assert_allclose(one, other, rtol=0, atol=2 * 2**-8 * np.abs(other).max())
+    np.testing.assert_allclose(
+        cudnn_result, triton_result, rtol=0, atol=2 * 2**-8 * np.abs(triton_result).max()
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -108,7 +110,7 @@ def test_cudnn_in_training(tokens, dtype):
 
 @pytest.mark.parametrize("pattern", [Global(), Neighborhood((3, 3))], ids=["ViT", "NAT"])
 def test_arrays_on_the_cpu(pattern):
-    """By None, with and without jit, they are computed there."""
+    """They are computed there by default, with and without jit."""
     places = (17,) if pattern == Global() else (6, 6)
     arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, bias=False)
     arrays = jax.device_put(arrays, jax.devices("cpu")[0])
@@ -128,9 +130,9 @@ def test_arrays_on_the_cpu(pattern):
 def test_two_runs_are_bit_equal():
     pattern, places, options = MODELS["NAT"]
     arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, **options)
-    one, again = (
+    first, second = (
         interpreted.outputs(*arrays, pattern=pattern, pairing="half", implementation="triton")
         for _ in range(2)
     )
-    for name in one:
-        np.testing.assert_array_equal(one[name], again[name])
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])

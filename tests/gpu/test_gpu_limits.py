@@ -15,8 +15,8 @@ from tests.gpu.programs import at
 pytestmark = pytest.mark.gpu
 
 
-def rehearsed(runs):
-    """Those that are interpreted at all in a rehearsal."""
+def select_rehearsed(runs):
+    """Selects the runs that a rehearsal interprets."""
     return [run for run in runs if at(True, run.implementation == "triton")]
 
 
@@ -26,9 +26,9 @@ def fill_with_nan(count):
     jax.block_until_ready(some)
 
 
-@pytest.mark.parametrize("run", rehearsed(programs.RUNS), ids=str)
-def test_memory_that_is_not_written_is_not_read(run):
-    """What is left over in memory changes no bit.
+@pytest.mark.parametrize("run", select_rehearsed(programs.RUNS), ids=str)
+def test_unwritten_memory_is_not_read(run):
+    """Previous contents of memory change no bit.
 
     Gradients by cuDNN are sums in an order that varies, so they are equal up to rounding.
     """
@@ -45,31 +45,31 @@ def test_memory_that_is_not_written_is_not_read(run):
 
 
 def check_last_examples(run):
-    """Those at the end of the batch are computed as they are alone."""
+    """Checks that examples at the end of the batch are computed as in a small batch."""
     few = dataclasses.replace(run, batch=4)
     qkv, *terms = run.operands()
-    found = jax.jit(run)(qkv, *terms)
-    found = {name: np.asarray(found[name][-4:]) for name in ("out", "qkv")}
+    results = jax.jit(run)(qkv, *terms)
+    results = {name: np.asarray(results[name][-4:]) for name in ("out", "qkv")}
     last = qkv[-4:]
     wide = jnp.asarray(last, jnp.float32)
     exact = dataclasses.replace(few, implementation="xla", dtype="float32")
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(exact)(wide, *terms)
     plain = jax.jit(dataclasses.replace(few, implementation="xla"))(last, *terms)
-    for name, x in found.items():
-        of_plain = error(plain[name], exact[name])
-        allowed = allowed_error(of_plain, x.dtype, gradient=name != "out")
+    for name, x in results.items():
+        plain_error = error(plain[name], exact[name])
+        allowed = allowed_error(plain_error, x.dtype, gradient=name != "out")
         assert error(x, exact[name]) <= allowed, name
 
 
-@pytest.mark.parametrize("run", rehearsed(programs.MANY_EXAMPLES), ids=str)
+@pytest.mark.parametrize("run", select_rehearsed(programs.MANY_EXAMPLES), ids=str)
 def test_more_examples_than_a_grid_has_programs(run):
     check_last_examples(run)
 
 
 @pytest.mark.xdist_group("largest")  # one process at a time has them
-@pytest.mark.parametrize("run", rehearsed(programs.MANY_ELEMENTS), ids=str)
-def test_more_elements_than_31_bits_count(run):
+@pytest.mark.parametrize("run", select_rehearsed(programs.MANY_ELEMENTS), ids=str)
+def test_more_elements_than_31_bits_can_index(run):
     shape = run.shapes()[0]
     assert shape.size > at(2**31, 0)
     memory = jax.devices()[0].memory_stats() or {"bytes_limit": at(0, 2**63)}
@@ -78,18 +78,18 @@ def test_more_elements_than_31_bits_count(run):
     check_last_examples(run)
 
 
-@pytest.mark.parametrize("run", rehearsed(programs.OURS), ids=str)
-def test_a_hundred_runs_beside_other_work_are_equal(run):
-    """Other streams change when the parts of a kernel run."""
+@pytest.mark.parametrize("run", select_rehearsed(programs.OURS), ids=str)
+def test_a_hundred_runs_next_to_other_work_are_equal(run):
+    """Other streams change the timing of the parts of a kernel."""
     operands, compute = run.operands(), jax.jit(run)
     first = jax.tree.map(np.asarray, compute(*operands))
     with programs.other_work():
         for _ in range(at(100, 2)):
-            for name, one in compute(*operands).items():
-                assert np.asarray(one).tobytes() == first[name].tobytes(), name
+            for name, result in compute(*operands).items():
+                assert np.asarray(result).tobytes() == first[name].tobytes(), name
 
 
-def test_a_rotation_of_arrays_on_the_cpu_is_computed_there():
+def test_rotations_of_cpu_arrays_run_on_the_cpu():
     cpu = jax.devices("cpu")[0]
     q = jnp.ones((2, 6, 3, 64), jnp.bfloat16)
     arrays = jax.device_put((q, jnp.ones((6, 2)), jnp.ones((3, 2, 16))), cpu)

@@ -17,24 +17,21 @@ HEAD_DIMS = [
 ALL = cases.CASES + cases.MODEL_CASES + HEAD_DIMS
 
 
-def both(some):
-    """The cases with each implementation that is meant for them."""
+def each_implementation(some):
+    """Parametrizes cases with each implementation that serves them."""
     pairs = [
-        (name, case)
-        for name in ("triton", "mosaic")
-        for case in some
-        if cases.served_by(name, case)
+        (name, case) for name in ("triton", "mosaic") for case in some if cases.serves(name, case)
     ]
     return pytest.mark.parametrize(("implementation", "case"), pairs, ids=str)
 
 
-@both(ALL)
+@each_implementation(ALL)
 def test_values(implementation, case):
     cases.check_forward(case, implementation)
 
 
-@both([case for case in ALL if case.layout == "BLND"])
-def test_packed_is_separate(implementation, case):
+@each_implementation([case for case in ALL if case.layout == "BLND"])
+def test_packed_equals_separate(implementation, case):
     cases.check_packed(case, implementation)
 
 
@@ -44,12 +41,12 @@ def test_explicit_angles(case, theta_dtype):
     cases.check_by_angles(case, "triton", theta_dtype)
 
 
-@both(ALL)
+@each_implementation(ALL)
 def test_gradients(implementation, case):
     cases.check_gradients(case, implementation)
 
 
-def test_none_takes_the_kernel_where_it_halves_the_bytes():
+def test_the_default_uses_the_kernel_if_it_halves_the_bytes():
     q = jnp.ones((2, 6, 3, 64), jnp.bfloat16)
     rotation = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 16)))
     assert explain(rotate, q, q, rotation)["triton"] == "ok"

@@ -1,4 +1,4 @@
-"""The kernels under NVIDIA's compute-sanitizer, where it is installed."""
+"""The kernels under NVIDIA's compute-sanitizer, if it is installed."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 ROOT = pathlib.Path(__file__).parents[2]
 SANITIZER = "compute-sanitizer"
 FOUND = 99  # exit status if the sanitizer finds an error
-# What the sanitizer prints where it cannot work, for instance in some virtual machines.
+# Messages of a sanitizer that cannot work, for instance in some virtual machines.
 UNSUPPORTED = ("Device not supported", "Unable to attach", "No attachable process found")
 
 
@@ -26,12 +26,15 @@ PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
 # A process for each kernel: the sanitizer slows them down, and a test has a time limit.
 @pytest.mark.parametrize("place", range(len(sanitized.RUNS)), ids=map(str, sanitized.RUNS))
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
-def test_no_errors_are_found(tool, place):
+def test_the_sanitizer_finds_no_errors(tool, place):
     if (command := shutil.which(SANITIZER, path=PLACES)) is None:
         pytest.skip(f"{SANITIZER} is not installed")
-    # Each array has an allocation of its own, so that what is beside it is not allocated.
-    own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    # Each array has a separate allocation, so that adjacent memory is not allocated.
+    allocation = {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    environment = os.environ | allocation | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     done = subprocess.run(
         [command, f"--tool={tool}", f"--error-exitcode={FOUND}", sys.executable, "-m",
          "tests.gpu.sanitized", str(place)],

@@ -1,4 +1,4 @@
-"""A training step of whole models by the kernels that None takes, against "xla"."""
+"""A training step of entire models by the default kernels, against "xla"."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.gpu.programs import at
 
 pytestmark = pytest.mark.gpu
 
-# (model, position), at 224 pixels. The first alone is rehearsed, at another size.
+# (model, position), at 224 pixels. Only the first is rehearsed, at another size.
 MODELS = [
     ("vit_digits", "axial_rope"),
     ("deit3_s16", "rope_mixed"),
@@ -23,7 +23,7 @@ MODELS = [
 ]
 
 
-def computed(name, position, dtype, choices):
+def compute(name, position, dtype, choices):
     """The loss and the gradients, in float64."""
     size = 224 if name != "vit_digits" else 16
     model = rope_jax.create_model(name, position=position, image_size=size, dtype=jnp.dtype(dtype))
@@ -39,18 +39,18 @@ def computed(name, position, dtype, choices):
     return float(value), [np.asarray(x, np.float64) for x in jax.tree.leaves(gradients)]
 
 
-def distance(one, other):
-    """Euclidean, over all parameters."""
-    return sum(np.sum((x - y) ** 2) for x, y in zip(one, other, strict=True)) ** 0.5
+def distance(first, second):
+    """The Euclidean distance over all parameters."""
+    return sum(np.sum((x - y) ** 2) for x, y in zip(first, second, strict=True)) ** 0.5
 
 
 @pytest.mark.parametrize(("name", "position"), MODELS[: at(None, 1)])
-def test_a_step_by_none_is_as_exact_as_xla(name, position):
+def test_default_kernels_are_as_exact_as_xla(name, position):
     kernels = Choices() if at(True, False) else Choices(everywhere="triton")
     with jax.default_matmul_precision("highest"):
-        loss, exact = computed(name, position, "float32", Choices(everywhere="xla"))
-    plain_loss, plain = computed(name, position, "bfloat16", Choices(everywhere="xla"))
-    kernel_loss, kernel = computed(name, position, "bfloat16", kernels)
+        loss, exact = compute(name, position, "float32", Choices(everywhere="xla"))
+    plain_loss, plain = compute(name, position, "bfloat16", Choices(everywhere="xla"))
+    kernel_loss, kernel = compute(name, position, "bfloat16", kernels)
     assert distance(plain, exact) > 0
     # Twice that of "xla", as for the gradients of single calls.
     assert distance(kernel, exact) <= 2 * distance(plain, exact)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", CASES + MODEL_CASES, ids=str)
-def test_equal_to_rotating_the_parts(case):
-    """Bit for bit, there and back."""
+def test_unpacking_equals_rotating_the_parts(case):
+    """Bit for bit, in both directions."""
     q, k, v = map(jnp.asarray, case.data(0, 3))
     rotation = Rotation(*map(jnp.asarray, case.coords_and_freqs()), case.pairing)
     unpack = jax.jit(lambda qkv: unpack_and_rotate(qkv, rotation, implementation="triton"))
@@ -33,7 +33,7 @@ def test_equal_to_rotating_the_parts(case):
 
 @pytest.mark.parametrize("case", MODEL_CASES[:2], ids=str)
 def test_gradients_agree_with_xla(case):
-    """Of data, coords and freqs; two runs are equal bit for bit."""
+    """Gradients of data, coords and freqs; two runs are equal bit for bit."""
     qkv, coords, freqs = (
         jnp.stack(list(map(jnp.asarray, case.data(1, 3))), axis=2),
         *map(jnp.asarray, case.coords_and_freqs()),

@@ -1,4 +1,4 @@
-"""A small set in the form of COCO, drawn by tests: coloured rectangles on black grounds."""
+"""A small set in COCO's format, drawn by tests: coloured rectangles on black grounds."""
 
 import json
 
@@ -43,7 +43,7 @@ def file_name(number):
 
 
 def annotations(sizes=SIZES, objects=OBJECTS):
-    """The content of a file of annotations, images and categories in no order."""
+    """The content of an annotation file, with images and categories in no particular order."""
     entries = []
     for number, boxes in objects.items():
         for place, (category, x, y, w, h) in enumerate(boxes):

@@ -1,4 +1,4 @@
-"""What several of these tests read."""
+"""Fixtures of several of these tests."""
 
 import pytest
 

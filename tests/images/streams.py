@@ -9,14 +9,14 @@ def take(count, stream):
     return list(itertools.islice(stream, count))
 
 
-def same(left, right):
+def assert_same(results, expected):
     """Checks that two lists of batches are equal."""
-    for one, other in zip(left, right, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    for result, reference in zip(results, expected, strict=True):
+        assert result.keys() == reference.keys()
+        for name in result:
+            np.testing.assert_array_equal(result[name], reference[name])
 
 
-def joined(parts):
-    """One batch of several."""
+def join_batches(parts):
+    """Joins several batches into one."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -14,9 +14,11 @@ IDS = np.arange(N)
 
 
 def augment(images, ids, text, *, seed, epoch):
-    """The loader's augmentations of some examples of an epoch."""
-    for number, one in enumerate(parse_loader(text)):
-        images = one(images, epoch_draws(seed, epoch, N, f"{number} {one.name}")[ids])
+    """Applies the loader's augmentations to some examples of an epoch."""
+    for number, augmentation in enumerate(parse_loader(text)):
+        images = augmentation(
+            images, epoch_draws(seed, epoch, N, f"{number} {augmentation.name}")[ids]
+        )
     return images
 
 
@@ -27,8 +29,8 @@ def test_parse():
     assert flip == Augmentation("flip", (("p", 1.0),))
     split = split_augment("crop(pad=2)+flip+three_augment+color_jitter+erase(p=0.5)")
     assert split.loader == "crop(pad=2)+flip"
-    assert [one.name for one in split.pixels] == ["three_augment", "color_jitter"]
-    assert [one.name for one in split.erasing] == ["erase"]
+    assert [augmentation.name for augmentation in split.pixels] == ["three_augment", "color_jitter"]
+    assert [augmentation.name for augmentation in split.erasing] == ["erase"]
     assert split_augment("none") == AugmentSplit("none", (), ())
     assert split_augment("three_augment").loader == "none"
 
@@ -69,7 +71,7 @@ def test_parse():
         ),
     ],
 )
-def test_mistakes_are_refused(text, message):
+def test_invalid_augmentations_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         split_augment(text)
 
@@ -94,7 +96,7 @@ def test_batches_refuse_options_out_of_range(text, message):
 
 
 @pytest.mark.parametrize("text", ["flip", "none", "centre+flip"])
-def test_crops_are_read_alone(text):
+def test_parse_crop_refuses_other_augmentations(text):
     assert parse_crop("centre(crop=1)").options == (("crop", 1.0),)
     with pytest.raises(ValueError, match="is not a crop"):
         parse_crop(text)
@@ -106,11 +108,11 @@ def test_crop_is_a_window_of_the_padded_image():
     padded = np.pad(IMAGES, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (H, W), axis=(1, 2))
     windows = np.moveaxis(windows, 3, -1)  # [N, rows, columns, H, W, 3]
-    same = (windows == cropped[:, None, None]).all(axis=(3, 4, 5))
-    assert (same.sum(axis=(1, 2)) == 1).all()
+    equal = (windows == cropped[:, None, None]).all(axis=(3, 4, 5))
+    assert (equal.sum(axis=(1, 2)) == 1).all()
 
 
-def test_all_places_of_a_crop_are_equally_likely():
+def test_crop_positions_are_equally_likely():
     marked = np.zeros((1, 7, 7, 3), np.uint8)
     marked[0, 3, 3] = 255
     n, pad = 9_000, 1
@@ -129,7 +131,7 @@ def test_flip():
     assert 8 < flipped.sum() < 32
 
 
-def test_streams_are_independent_and_fixed():
+def test_random_streams_are_independent_and_fixed():
     drawn = [
         epoch_draws(seed, epoch, 100, stream)
         for seed in (0, 1)
@@ -141,11 +143,11 @@ def test_streams_are_independent_and_fixed():
     assert epoch_draws(1, 2, 2, "order").tolist() == [6152314207982085954, 14131925135209654431]
 
 
-def test_the_draw_of_one_example_is_that_of_its_epoch(monkeypatch):
+def test_draws_of_examples_match_draws_of_epochs(monkeypatch):
     epochs, examples = np.array([3, 2, 3, 2, 3]), np.array([36, 0, 5, 5, 8])
     for stream in ("0 crop", "1 flip"):
-        whole = {epoch: epoch_draws(5, epoch, 37, stream) for epoch in (2, 3)}
-        expected = [whole[e][k] for e, k in zip(epochs.tolist(), examples, strict=True)]
+        epoch_values = {epoch: epoch_draws(5, epoch, 37, stream) for epoch in (2, 3)}
+        expected = [epoch_values[e][k] for e, k in zip(epochs.tolist(), examples, strict=True)]
         for largest in (37, 36):  # from whole epochs, and one by one
             monkeypatch.setattr(draws, "_LARGEST_EPOCH", largest)
             assert example_draws(5, epochs, examples, 37, stream).tolist() == expected

@@ -8,7 +8,7 @@ from rope_jax.data import batches, evaluation_batches, load
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.sources.scenes import draw_scene
 from tests.images.coco_set import COLOURS, write_coco
-from tests.images.streams import joined, same, take
+from tests.images.streams import assert_same, join_batches, take
 from tests.images.test_fits import SMALL
 
 CROP = "detr_crop({})".format(",".join(f"{name}={value}" for name, value in SMALL.items()))
@@ -43,7 +43,7 @@ def check_padding(batch, max_boxes):
 
 
 def test_training_batches(images):
-    """Fields, padding, the smallest canvas, and each box on pixels of the colour of its class."""
+    """Checks fields, padding, the smallest canvas, and the colour of each box."""
     canvases, flips = set(), set()
     for batch in take(30, batches(images, batch_size=3, **OPTIONS)):
         canvas = batch["image"].shape[1:3]
@@ -77,15 +77,15 @@ def test_training_batches(images):
     assert len(flips) == 6
 
 
-def test_all_shards_have_one_canvas_and_the_stream_resumes_anywhere(images):
+def test_shards_share_a_canvas_and_streams_resume(images):
     options = OPTIONS | {"batch_size": 4}
-    whole = take(6, batches(images, **options))
+    stream = take(6, batches(images, **options))
     for step in (0, 3, 5):
         halves = [next(batches(images, start_step=step, shard=(k, 2), **options)) for k in (0, 1)]
-        same([joined(halves)], [whole[step]])
+        assert_same([join_batches(halves)], [stream[step]])
     with batches(images, start_step=2, ahead=True, **options) as resumed:
-        same(take(4, resumed), whole[2:])
-    assert len({batch["image"].shape for batch in whole}) > 1
+        assert_same(take(4, resumed), stream[2:])
+    assert len({batch["image"].shape for batch in stream}) > 1
 
 
 @pytest.fixture
@@ -97,55 +97,55 @@ def many(tmp_path):
 
 
 def test_images_of_a_batch_are_portrait_or_landscape(many):
-    """All but one batch of every 15, an epoch; each has the images that it has in any order."""
+    """In all but one batch of an epoch, 15 batches; epochs keep their images."""
     crop = "detr_crop(low=12,high=16,step=4,long=20,before_low=12,before_high=12,before_step=1,"
     options = {"batch_size": 4, "seed": 1, "augment": f"{crop}cut_low=8,cut_high=12)"}
     canvases = {"canvases": ((16, 20), (20, 16), (20, 20)), "max_boxes": 1}
-    found = take(30, batches(many, **options, **canvases))
-    portrait = np.array([batch["extent"][:, 0] > batch["extent"][:, 1] for batch in found])
+    stream = take(30, batches(many, **options, **canvases))
+    portrait = np.array([batch["extent"][:, 0] > batch["extent"][:, 1] for batch in stream])
     mixed = portrait.any(axis=1) & ~portrait.all(axis=1)
     assert mixed.reshape(2, 15).sum(axis=1).max() <= 1
     assert 5 < portrait.all(axis=1).sum() < 20
-    assert {batch["image"].shape[1:3] for batch in found[:15]} >= {(16, 20), (20, 16)}
+    assert {batch["image"].shape[1:3] for batch in stream[:15]} >= {(16, 20), (20, 16)}
     assert np.diff(portrait.all(axis=1)[:15]).sum() > 3  # kinds of the batches in turn
-    for step, batch in enumerate(found):
+    for step, batch in enumerate(stream):
         assert data.batch_ids(many, step, **options) == batch["index"].tolist()
     in_order = [data.batch_examples(n, batch_size=4, seed=1, count=60) for n in range(30)]
     for block in (slice(0, 15), slice(15, 30)):
-        for name, wanted in zip(
+        for name, expected in zip(
             ("epoch", "index"), zip(*in_order[block], strict=True), strict=True
         ):
-            got = np.concatenate([batch[name] for batch in found[block]])
-            np.testing.assert_array_equal(np.sort(got), np.sort(np.concatenate(wanted)))
+            got = np.concatenate([batch[name] for batch in stream[block]])
+            np.testing.assert_array_equal(np.sort(got), np.sort(np.concatenate(expected)))
 
 
-def test_evaluation_has_every_image_once_and_crowds_in_the_truth_only(folder):
+def test_evaluation_has_every_image_once_without_crowds(folder):
     images = load("coco", str(folder), "test", (136, 136), crop=FIT)
     options = {"batch_size": 4, "canvases": CANVASES, "max_boxes": 4}
-    found = list(evaluation_batches(images, **options))
-    assert [batch["mask"].tolist() for batch in found] == [[True] * 4, [True] * 2 + [False] * 2]
-    assert [batch["index"].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    stream = list(evaluation_batches(images, **options))
+    assert [batch["mask"].tolist() for batch in stream] == [[True] * 4, [True] * 2 + [False] * 2]
+    assert [batch["index"].tolist() for batch in stream] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     for k in (0, 1):  # all shards have one canvas
         half = evaluation_batches(images, shard=(k, 2), **options)
         assert [batch["image"].shape[1:3] for batch in half] == [(136, 136), (136, 80)]
-    for batch in found:
+    for batch in stream:
         check_padding(batch, 4)
         for k in np.flatnonzero(batch["mask"]):
             size = images.annotations.sizes[batch["index"][k]]
             np.testing.assert_array_equal(batch["original"][k], size)
             truth = images.truth(int(batch["index"][k]))
             scale = (batch["extent"][k] / size)[[1, 0, 1, 0]]
-            there = batch["label"][k] >= 0
-            np.testing.assert_array_equal(batch["label"][k][there], truth.labels[~truth.crowd])
-            wanted = truth.boxes[~truth.crowd] * scale
-            np.testing.assert_allclose(batch["boxes"][k][there], wanted, rtol=1e-6)
+            real = batch["label"][k] >= 0
+            np.testing.assert_array_equal(batch["label"][k][real], truth.labels[~truth.crowd])
+            expected = truth.boxes[~truth.crowd] * scale
+            np.testing.assert_allclose(batch["boxes"][k][real], expected, rtol=1e-6)
 
 
-def test_a_bad_image_is_replaced_by_one_that_fits_the_canvas(tmp_path):
+def test_bad_images_are_replaced_by_ones_that_fit_the_canvas(tmp_path):
     folder = write_coco(tmp_path / "set")
-    whole = load("coco", str(folder), "train", (136, 136), crop=FIT)
+    intact = load("coco", str(folder), "train", (136, 136), crop=FIT)
     options = OPTIONS | {"bad_images": "skip", "batch_size": 1}
-    before = take(24, batches(whole, **options))
+    before = take(24, batches(intact, **options))
     (folder / "train2017" / "000000000002.jpg").write_bytes(b"no picture")
     images = load("coco", str(folder), "train", (136, 136), crop=FIT)
     stream = batches(images, **options)
@@ -156,7 +156,7 @@ def test_a_bad_image_is_replaced_by_one_that_fits_the_canvas(tmp_path):
             assert got["original"].tolist() != expected["original"].tolist()
             replaced += 1
         else:
-            same([got], [expected])
+            assert_same([got], [expected])
     assert replaced == 6
     assert stream.skipped == {0}
 
@@ -172,13 +172,13 @@ def test_a_bad_image_is_replaced_by_one_that_fits_the_canvas(tmp_path):
         ({"augment": "crop(pad=2)"}, "not the labels of their boxes"),
     ],
 )
-def test_what_the_batches_cannot_hold_is_refused_at_once(images, options, message):
+def test_batches_refuse_oversized_images_and_counts(images, options, message):
     with pytest.raises(ValueError, match=message):
         batches(images, batch_size=2, seed=0, **options)
 
 
 @pytest.mark.usefixtures("few_scenes")
-def test_boxes_of_scenes_frame_the_visible_masks():
+def test_scene_boxes_frame_the_visible_masks():
     images = load("scenes", split="train", image_size=(48, 64), labels_of="boxes")
     assert (images.labels_of, images.classes, images.class_names[3]) == ("boxes", 10, "3")
     for example in range(12):
@@ -193,7 +193,7 @@ def test_boxes_of_scenes_frame_the_visible_masks():
 
 
 @pytest.mark.usefixtures("few_scenes")
-def test_batches_of_scenes_have_one_size_without_padding():
+def test_scene_batches_have_one_size_without_padding():
     images = load("scenes", image_size=(48, 64), labels_of="boxes")
     batch = next(batches(images, batch_size=6, seed=0, augment="flip", canvases=CANVASES))
     assert batch["image"].shape == (6, 48, 64, 3)
@@ -214,6 +214,6 @@ def test_batches_of_scenes_have_one_size_without_padding():
 
 @pytest.mark.usefixtures("few_scenes")
 @pytest.mark.parametrize("labels_of", [None, "pixels", "images"])
-def test_labels_are_of_what_is_asked_for_where_there_is_a_choice(labels_of):
+def test_the_kind_of_labels_can_be_chosen(labels_of):
     assert load("scenes", image_size=16, labels_of=labels_of).labels_of == "pixels"
     assert load("digits", labels_of="boxes").labels_of == "images"

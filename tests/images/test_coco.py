@@ -1,4 +1,4 @@
-"""Sets in the form of COCO: what is read, what is left out, and what is refused."""
+"""Sets in COCO's format: parsing, skipped images and boxes, and refusals."""
 
 import pickle
 
@@ -16,56 +16,56 @@ def folder(tmp_path):
     return write_coco(tmp_path / "set")
 
 
-def opened(folder, split="train", size=(96, 96)):
+def open_set(folder, split="train", size=(96, 96)):
     return load("coco", str(folder), split, size)
 
 
-def test_images_stand_in_the_order_of_ids_and_classes_too(folder):
-    images = opened(folder, "test")
+def test_images_and_classes_are_ordered_by_id(folder):
+    images = open_set(folder, "test")
     assert images.class_names == ["cat", "dog", "bird"]
     assert (images.labels_of, images.classes, images.one_size) == ("boxes", 3, False)
     assert images.source.example_name(1) == "val2017/000000000005.jpg"
     np.testing.assert_array_equal(images.annotations.sizes, list(SIZES.values()))
-    for one in (images, pickle.loads(pickle.dumps(images))):
+    for box in (images, pickle.loads(pickle.dumps(images))):
         for example, number in enumerate(SIZES):
-            truth, objects = one.truth(example), OBJECTS.get(number, [])
+            truth, objects = box.truth(example), OBJECTS.get(number, [])
             boxes = [(x, y, x + w, y + h) for _, x, y, w, h in objects]
             np.testing.assert_array_equal(truth.boxes, np.array(boxes).reshape(-1, 4))
             np.testing.assert_array_equal(truth.area, [0.75 * w * h for *_, w, h in objects])
-            assert truth.labels.tolist() == [[3, 17, 90].index(one[0]) for one in objects]
+            assert truth.labels.tolist() == [[3, 17, 90].index(box[0]) for box in objects]
     assert images.truth(4).crowd.tolist() == [False, False, True]
 
 
-def test_images_without_objects_are_left_out_of_training(folder):
-    images = opened(folder)
-    found = [images.source.example_name(k) for k in range(len(images.labels))]
-    assert found == [f"train2017/{number:012}.jpg" for number in (2, 11, 20, 30)]
+def test_training_skips_images_without_objects(folder):
+    images = open_set(folder)
+    names = [images.source.example_name(k) for k in range(len(images.labels))]
+    assert names == [f"train2017/{number:012}.jpg" for number in (2, 11, 20, 30)]
     assert images.annotations.ends.tolist() == [2, 3, 6, 7]
     assert images.example(2)["label"].tolist() == [0, 0]  # not the crowd
     np.testing.assert_array_equal(images.annotations.counts(), [2, 1, 2, 1])
 
 
-def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsys):
+def test_outside_boxes_are_clipped_and_empty_ones_skipped(folder, capsys):
     content = annotations()
     for k, box in {0: [-4, -6, 30, 26], 1: [60, 20, 30, 0], 3: [80, 8, 25, 20]}.items():
         content["annotations"][k]["bbox"] = box
     write_annotations(folder, "train", content)
-    images = opened(folder)
+    images = open_set(folder)
     example = images.example(0)
     scale = np.array(example["image"].shape[:2]) / images.annotations.sizes[0]
     np.testing.assert_allclose(example["boxes"], [[0, 0, 26 * scale[1], 20 * scale[0]]], rtol=1e-6)
     assert len(images.example(1)["label"]) == 0
     assert images.truth(0).boxes.tolist() == [[-4, -6, 26, 20], [60, 20, 90, 20]]
     check_labels(images)
-    told = capsys.readouterr().err
-    assert "set, train split: 1 of 7 boxes reach beyond their image: clipped" in told
-    assert "2 of 7 boxes have no area inside their image: left out of training" in told
-    check_labels(opened(folder, "test"))
+    output = capsys.readouterr().err
+    assert "set, train split: 1 of 7 boxes reach beyond their image: clipped" in output
+    assert "2 of 7 boxes have no area inside their image: left out of training" in output
+    check_labels(open_set(folder, "test"))
     assert capsys.readouterr().err == ""
 
 
 def edit(change):
-    """A change of the annotations, written into their file."""
+    """Returns a function that writes changed annotations into their file."""
 
     def damage(folder):
         content = annotations()
@@ -103,7 +103,7 @@ def annotation_file(folder, year=2017):
         (edit(lambda x: x["annotations"].append({"id": 9})), "its annotations must be a list"),
         (edit(lambda x: x.pop("images")), "its images must be a list .*: None"),
         (
-            edit(lambda x: [one.update(iscrowd=1) for one in x["annotations"]]),
+            edit(lambda x: [entry.update(iscrowd=1) for entry in x["annotations"]]),
             "has an object to train on",
         ),
         (
@@ -124,22 +124,22 @@ def annotation_file(folder, year=2017):
         ),
     ],
 )
-def test_wrong_annotations_and_damaged_sets_are_named(folder, damage, message):
+def test_invalid_annotations_and_damaged_sets_are_named(folder, damage, message):
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        opened(folder)
+        open_set(folder)
 
 
-def test_an_image_of_another_size_than_its_annotations_is_bad(folder, capsys):
+def test_images_unlike_their_annotated_size_are_bad(folder, capsys):
     Image.new("RGB", (30, 20)).save(folder / "train2017" / "000000000011.jpg")
     with pytest.raises(
         BadImages, match=r"image 1 of set \(train2017/000000000011.jpg\) .*20x30 .* one of 36x72"
     ):
-        opened(folder).example(1)
+        open_set(folder).example(1)
     assert verify_main(["--source=coco", f"--path={folder}", "--workers=0"]) == 1
-    told = capsys.readouterr().out
-    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels" in told
-    assert "10 images, 1 found bad" in told
+    output = capsys.readouterr().out
+    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels" in output
+    assert "10 images, 1 found bad" in output
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_an_image_of_another_size_than_its_annotations_is_bad(folder, capsys):
     ],
     ids=["box", "crowd", "name"],
 )
-def test_other_annotations_are_another_set(folder, change):
-    before = opened(folder).fingerprint()
-    assert before == opened(folder).fingerprint()
+def test_annotations_are_part_of_the_fingerprint(folder, change):
+    before = open_set(folder).fingerprint()
+    assert before == open_set(folder).fingerprint()
     change(folder)
-    assert before != opened(folder).fingerprint()
+    assert before != open_set(folder).fingerprint()
 
 
 @pytest.mark.parametrize("crop", ["centre", "stretch", "scaled_crop", "detr_crop"])
-def test_crops_that_change_the_aspect_are_refused(folder, crop):
+def test_crops_that_change_the_aspect_ratio_are_refused(folder, crop):
     with pytest.raises(ValueError, match=f"{crop} is not for the evaluation"):
         load("coco", str(folder), "test", (96, 96), crop=crop)

@@ -1,4 +1,4 @@
-"""Photometric distortion: OpenCV's colours against colorsys, and what each change does."""
+"""Photometric distortion: OpenCV's colours against colorsys, and the effect of each change."""
 
 import colorsys
 
@@ -16,53 +16,53 @@ def in_floats(function, pixels):
     return np.apply_along_axis(lambda x: function(*x), -1, pixels)
 
 
-def test_colours_are_those_of_opencv_up_to_rounding():
+def test_colours_match_opencv_up_to_rounding():
     hsv = jax.jit(to_hsv)
-    found = np.stack(hsv(PIXELS), axis=-1)
-    apart = np.abs(found - in_floats(colorsys.rgb_to_hsv, PIXELS / 255.0) * SCALE)
-    apart[..., 0] = np.minimum(apart[..., 0], 180 - apart[..., 0])
-    assert apart.max() <= 0.66  # half a step, and the rounding of OpenCV's quotients
-    back = np.asarray(jax.jit(to_rgb)(tuple(np.moveaxis(found, -1, 0))))
-    assert np.abs(back - in_floats(colorsys.hsv_to_rgb, found / SCALE) * 255).max() <= 0.501
-    known = np.uint8([[[255, 0, 0], [0, 255, 0], [0, 0, 255], [9, 9, 9], [0, 0, 0], [255, 0, 9]]])
-    assert np.stack(hsv(known), -1)[0].tolist() == [
+    converted = np.stack(hsv(PIXELS), axis=-1)
+    difference = np.abs(converted - in_floats(colorsys.rgb_to_hsv, PIXELS / 255.0) * SCALE)
+    difference[..., 0] = np.minimum(difference[..., 0], 180 - difference[..., 0])
+    assert difference.max() <= 0.66  # half a step, and the rounding of OpenCV's quotients
+    back = np.asarray(jax.jit(to_rgb)(tuple(np.moveaxis(converted, -1, 0))))
+    assert np.abs(back - in_floats(colorsys.hsv_to_rgb, converted / SCALE) * 255).max() <= 0.501
+    samples = np.uint8([[[255, 0, 0], [0, 255, 0], [0, 0, 255], [9, 9, 9], [0, 0, 0], [255, 0, 9]]])
+    assert np.stack(hsv(samples), -1)[0].tolist() == [
         [0, 255, 255], [60, 255, 255], [120, 255, 255], [0, 0, 9], [0, 0, 0], [179, 255, 255],
     ]  # fmt: skip
 
 
-def test_changes_are_made_in_their_order():
-    """Against Python's colours, rounded where OpenCV rounds."""
+def test_changes_apply_in_order():
+    """Changes are compared with Python's colours, rounded as by OpenCV."""
     none = Changes(np.zeros(4, bool), True, 0.0, 1.0, 1.0, 0)
     run = jax.jit(changed)
 
-    def found(**changes):
-        made = jax.tree.map(jnp.asarray, none._replace(**changes))
-        return np.asarray(run(PIXELS, made)).astype(int)
+    def apply_changes(**changes):
+        changes_made = jax.tree.map(jnp.asarray, none._replace(**changes))
+        return np.asarray(run(PIXELS, changes_made)).astype(int)
 
     def hsv(pixels, change):
         values = in_floats(colorsys.rgb_to_hsv, pixels / 255.0) * SCALE
         return in_floats(colorsys.hsv_to_rgb, change(values) / SCALE) * 255
 
-    np.testing.assert_array_equal(found(), PIXELS)
+    np.testing.assert_array_equal(apply_changes(), PIXELS)
     add, contrast, saturate, turn = np.eye(4, dtype=bool)
     brighter = np.clip(PIXELS + 20.5, 0, 255).astype(int)
-    np.testing.assert_array_equal(found(wanted=add, added=20.5), brighter)
+    np.testing.assert_array_equal(apply_changes(wanted=add, added=20.5), brighter)
     flatter = (PIXELS * np.float32(0.7)).astype(int)
-    np.testing.assert_array_equal(found(wanted=contrast, contrast=0.7), flatter)
+    np.testing.assert_array_equal(apply_changes(wanted=contrast, contrast=0.7), flatter)
     grey = hsv(PIXELS, lambda x: x * (1, 0.5, 1))
-    assert np.abs(found(wanted=saturate, saturation=0.5) - grey).max() < 5
+    assert np.abs(apply_changes(wanted=saturate, saturation=0.5) - grey).max() < 5
     turned = hsv(PIXELS, lambda x: np.add(x, (17, 0, 0)) % (180, 256, 256))
-    assert np.abs(found(wanted=turn, turn=17) - turned).max() < 5
-    both = {"wanted": np.ones(4, bool), "contrast": 1.5, "saturation": 0.5, "turn": -9}
+    assert np.abs(apply_changes(wanted=turn, turn=17) - turned).max() < 5
+    combined = {"wanted": np.ones(4, bool), "contrast": 1.5, "saturation": 0.5, "turn": -9}
     cut_first = hsv(np.clip(PIXELS * 1.5, 0, 255), lambda x: x * (1, 0.5, 1) - (9, 0, 0))
     cut_last = np.clip(1.5 * hsv(PIXELS, lambda x: x * (1, 0.5, 1) - (9, 0, 0)), 0, 255)
-    for early, wanted, other in ((True, cut_first, cut_last), (False, cut_last, cut_first)):
-        image = found(early=early, **both)
-        assert np.abs(image - wanted).mean() < 1
+    for early, expected, other in ((True, cut_first, cut_last), (False, cut_last, cut_first)):
+        image = apply_changes(early=early, **combined)
+        assert np.abs(image - expected).mean() < 1
         assert np.abs(image - other).mean() > 5
 
 
-def test_changes_are_drawn_as_in_mmsegmentation():
+def test_changes_are_drawn_like_mmsegmentation():
     keys = jax.random.split(jax.random.key(0), 2000)
     draws = jax.jit(jax.vmap(lambda key: draw(key, 32.0, 0.5, 0.5, 18, 0.5)))(keys)
     drawn = jax.tree.map(np.asarray, draws)

@@ -43,26 +43,26 @@ def test_resized_crop_has_its_distribution():
     logs = np.log(ratio[area < 0.5]) / np.log(4 / 3)
     assert abs(logs.mean()) < 4 / math.sqrt(3 * len(logs))
     assert abs(logs.var() - 1 / 3) < 0.1 / 3
-    # A box lies anywhere that it fits.
+    # A box may lie anywhere within the image.
     free = (left / (width - w))[w < width]
     assert abs(free.mean() - 0.5) < 4 / math.sqrt(12 * len(free))
     assert abs(free.var() - 1 / 12) < 0.01
 
 
-def test_resized_crop_of_extreme_pictures_is_the_largest_allowed_box_in_the_centre():
+def test_resized_crop_of_extreme_pictures_is_central_and_largest():
     assert resized_crop(1000, 10, (8, 8), 1, scale_min=0.9).edges == (493, 0, 506, 10)
     assert resized_crop(10, 1000, (8, 8), 1, scale_min=0.9).edges == (0, 493, 10, 506)
     assert resized_crop(1, 1, (8, 8), 1).edges == (0, 0, 1, 1)
 
 
-def test_random_interpolation_is_both_equally_often():
+def test_random_interpolation_uses_both_equally_often():
     crop = partial(resized_crop, 40, 30, (8, 8), interpolation="random")
     bilinear = [crop(draw).interpolation == Image.Resampling.BILINEAR for draw in DRAWS]
     assert abs(np.mean(bilinear) - 0.5) < 4 * 0.5 / math.sqrt(len(DRAWS))
 
 
 @pytest.mark.parametrize("name", ["bilinear", "bicubic"])
-def test_resized_crop_cuts_before_it_resizes(name):
+def test_resized_crop_cuts_before_resizing(name):
     image, crop = smooth(60, 90), partial(resized_crop, interpolation=name)
     for draw in DRAWS[:20]:
         part = Image.fromarray(image).crop(crop(90, 60, (16, 24), draw).edges)
@@ -72,16 +72,16 @@ def test_resized_crop_cuts_before_it_resizes(name):
 
 @pytest.mark.parametrize("shape", [(60, 90), (91, 60), (40, 133)])
 @pytest.mark.parametrize(("size", "crop"), [((32, 32), 0.875), ((24, 40), 0.95)])
-def test_centre_is_resize_then_crop(shape, size, crop):
+def test_centre_resizes_then_crops(shape, size, crop):
     """The short side becomes floor(size / crop), the long one follows, rounded down."""
     image = smooth(*shape)
     height, width = shape
     rows, columns = math.floor(size[0] / crop), math.floor(size[1] / crop)
     low = rows, max(columns, int(width * rows / height))
     high = max(rows, int(height * columns / width)), columns
-    whole = low if width * rows >= height * columns else high
-    resized = np.asarray(Image.fromarray(image).resize(whole[::-1], Image.Resampling.BICUBIC))
-    top, left = round((whole[0] - size[0]) / 2), round((whole[1] - size[1]) / 2)
+    full_size = low if width * rows >= height * columns else high
+    resized = np.asarray(Image.fromarray(image).resize(full_size[::-1], Image.Resampling.BICUBIC))
+    top, left = round((full_size[0] - size[0]) / 2), round((full_size[1] - size[1]) / 2)
     expected = resized[top : top + size[0], left : left + size[1]]
     np.testing.assert_array_equal(crop_pixels(image, partial(centre, crop=crop), size), expected)
 
@@ -102,31 +102,31 @@ TORCHVISION = [
 
 
 @pytest.mark.parametrize(("shape", "side", "crop", "resized", "corner", "checksum"), TORCHVISION)
-def test_pixels_are_those_of_torchvision(shape, side, crop, resized, corner, checksum):
+def test_pixels_match_torchvision(shape, side, crop, resized, corner, checksum):
     box = centre(*shape, (side, side), crop=crop)
     assert (box.resized, box.edges[:2]) == (resized, corner)
     if checksum is not None:
         y, x = np.mgrid[: shape[1], : shape[0]]
         pattern = np.stack([(x * 7 + y * 3) % 256, (x * x // 5 + y) % 256, (x ^ y) % 256], axis=-1)
-        found = crop_pixels(pattern.astype(np.uint8), partial(centre, crop=crop), (side, side))
-        assert zlib.crc32(found.tobytes()) == checksum
+        cropped = crop_pixels(pattern.astype(np.uint8), partial(centre, crop=crop), (side, side))
+        assert zlib.crc32(cropped.tobytes()) == checksum
 
 
-def test_only_very_long_strips_are_not_resized_whole():
-    """The limit is of 2**24 pixels, a strip of 256:1 at 256 pixels."""
+def test_only_very_long_strips_are_cut_before_resizing():
+    """The limit is 2**24 pixels, a strip of 256:1 at 256 pixels."""
     box = centre(257, 1, (256, 256))
     assert (box.resized, box.edges) == (None, (128, 0, 129, 1))
     assert centre(256, 1, (256, 256)).resized == (2**16, 2**8)
     image = smooth(1, 256)
-    whole = Image.fromarray(image).resize((2**16, 2**8), Image.Resampling.BICUBIC)
+    full_strip = Image.fromarray(image).resize((2**16, 2**8), Image.Resampling.BICUBIC)
     left = (2**16 - 2**8) // 2
-    expected = np.asarray(whole.crop((left, 0, left + 2**8, 2**8)))
+    expected = np.asarray(full_strip.crop((left, 0, left + 2**8, 2**8)))
     np.testing.assert_array_equal(crop_pixels(image, centre, (256, 256)), expected)
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
 @pytest.mark.parametrize("crop", [resized_crop, partial(centre, crop=0.9)])
-def test_a_file_and_its_pixels_give_the_same(crop, orientation):
+def test_files_and_pixels_give_equal_crops(crop, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(Image.fromarray(smooth(120, 90)), "JPEG", quality=95, exif=exif)
@@ -138,17 +138,17 @@ def test_a_file_and_its_pixels_give_the_same(crop, orientation):
 
 
 @pytest.mark.parametrize(("side", "reduce"), [(130, 2), (260, 4), (515, 8)])
-def test_large_jpegs_are_decoded_at_a_fraction_of_their_size(side, reduce, monkeypatch):
+def test_large_jpegs_are_decoded_at_reduced_size(side, reduce, monkeypatch):
     data = encode(Image.fromarray(smooth(side + 3, side)), "JPEG", quality=95)
-    encoded, seen = EncodedImage(data), []
+    encoded, reductions = EncodedImage(data), []
     picture = encoded.picture
     monkeypatch.setattr(
-        encoded, "picture", lambda *, reduce: seen.append(reduce) or picture(reduce=reduce)
+        encoded, "picture", lambda *, reduce: reductions.append(reduce) or picture(reduce=reduce)
     )
-    whole = partial(resized_crop, scale_min=1.0, ratio_min=0.9, ratio_max=1.1)
-    got = crop_file(encoded, whole, (32, 32), 5)
-    assert seen == [reduce]
-    expected = crop_pixels(decode_image(data), whole, (32, 32), 5)
+    whole_crop = partial(resized_crop, scale_min=1.0, ratio_min=0.9, ratio_max=1.1)
+    got = crop_file(encoded, whole_crop, (32, 32), 5)
+    assert reductions == [reduce]
+    expected = crop_pixels(decode_image(data), whole_crop, (32, 32), 5)
     assert np.abs(got.astype(int) - expected).mean() < 1.5
     # Evaluation never does so.
     np.testing.assert_array_equal(

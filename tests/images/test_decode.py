@@ -75,7 +75,7 @@ LOSSLESS = [
 
 
 @pytest.mark.parametrize(("mode", "kind"), LOSSLESS)
-def test_lossless_pixels_are_those_of_the_picture_over_white(mode, kind):
+def test_lossless_pixels_are_composed_over_white(mode, kind):
     rgba = np.asarray(picture(mode).convert("RGBA"))
     options = {"lossless": True, "exact": True, "compression": "tiff_lzw"}
     pixels = decode_image(encode(picture(mode), kind, **options))
@@ -149,11 +149,11 @@ def test_exif_orientation(kind, orientation):
 @pytest.mark.parametrize("form", ['tiff:Orientation="6"', "<tiff:Orientation>8</tiff:Orientation>"])
 @pytest.mark.parametrize("exif", [None, 1, 3])
 def test_xmp_orientation_of_a_png_without_one_in_exif(form, exif):
-    about = PngInfo()
-    about.add_itxt("XML:com.adobe.xmp", f"<x:xmpmeta xmlns:x='adobe:ns:meta/'>{form}</x:xmpmeta>")
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", f"<x:xmpmeta xmlns:x='adobe:ns:meta/'>{form}</x:xmpmeta>")
     block = Image.Exif()
     block[ORIENTATION if exif else 0x0110] = exif or "a camera"
-    data = encode(picture("RGB", 16, 24), pnginfo=about, exif=block)
+    data = encode(picture("RGB", 16, 24), pnginfo=info, exif=block)
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     assert EncodedImage(data).size == image.size
     np.testing.assert_array_equal(decode_image(data), np.asarray(image))
@@ -171,7 +171,7 @@ def exif_block(order, kind, code):
     + [(b"", 0), (b"II*\0\xff\xff\xff\xff", 0), (b"MM\0*\0\0\0\x08\xff\xff", 0), (b"garbage", 0)],
 )
 def test_exif_byte_orders_and_types_and_damage(exif, turns):
-    """Behind the pixels, too, where Pillow would find it only after it has decoded them."""
+    """Also after the pixels, where Pillow would find it only after decoding."""
     image = picture()
     data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
     np.testing.assert_array_equal(decode_image(data), np.rot90(np.asarray(image), turns))
@@ -195,13 +195,13 @@ def test_animations_show_their_first_frame(kind):
         *(encode(picture("RGB", 32, 32), kind) for kind in ("GIF", "ICO", "PPM")),
     ],
 )
-def test_what_is_no_image_or_of_another_format_is_refused(data):
+def test_other_formats_are_refused(data):
     with pytest.raises(ValueError, match=r"not a JPEG, PNG, WebP, BMP or TIFF|cannot be"):
         decode_image(data)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF"])
-def test_no_truncation_and_no_flipped_byte_crashes(kind):
+def test_truncated_and_corrupted_files_do_not_crash(kind):
     exif = Image.Exif()
     exif[ORIENTATION] = 5
     data = encode(picture("RGB", 40, 40), kind, exif=exif, progressive=kind == "JPEG")
@@ -216,7 +216,7 @@ def test_no_truncation_and_no_flipped_byte_crashes(kind):
             assert decode_image(broken.tobytes()).ndim == 3
 
 
-def test_metadata_does_not_matter():
+def test_metadata_is_ignored():
     text = zlib.compress(bytes(50_000_000), 9)
     bombs = [
         chunk(b"zTXt", b"a\0\0" + text),
@@ -249,8 +249,8 @@ def tiff(entries, order="<"):
 
 
 @pytest.mark.parametrize("order", "<>")
-def test_other_tags_of_tiff_do_not_matter(order):
-    """Each points at the same megabyte, all of which would be read."""
+def test_other_tiff_tags_are_ignored(order):
+    """Each tag points at the same megabyte, which would be read for each."""
     data = tiff(dict.fromkeys(range(40000, 40200), (7, 1000000, 8)), order) + bytes(1_000_000)
     tracemalloc.start()
     try:
@@ -274,12 +274,12 @@ def test_other_tags_of_tiff_do_not_matter(order):
         (encode(picture("L").convert("I"), "TIFF"), "12 or 32 bits"),
     ],
 )
-def test_tiff_of_other_values_or_with_a_large_table_is_refused(data, message):
+def test_tiff_with_unsupported_values_or_large_tables_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
         decode_image(data)
 
 
-def test_global_settings_of_pillow_do_not_matter(monkeypatch):
+def test_global_settings_of_pillow_are_ignored(monkeypatch):
     data = encode(picture("RGB", 40, 40))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     with pytest.raises(ValueError, match="too many"):
@@ -317,7 +317,7 @@ def test_scans_are_limited():
     last_scan = data[data.rindex(b"\xff\xda") : -2]
     with pytest.raises(ValueError, match=f"more than {MAX_SCANS} scans"):
         decode_image(data[:-2] + last_scan * MAX_SCANS + data[-2:])
-    # What follows the picture does not count.
+    # Data after the picture are not counted.
     np.testing.assert_array_equal(decode_image(data + last_scan * MAX_SCANS), decode_image(data))
 
 
@@ -352,7 +352,7 @@ needs_proc = pytest.mark.skipif(
 
 @needs_proc
 @pytest.mark.process
-def test_peak_memory_of_bombs_and_of_the_largest_images(tmp_path):
+def test_peak_memory_of_bombs_and_the_largest_images(tmp_path):
     (tmp_path / "bomb.png").write_bytes(black_png(30_000, 30_000))
     # The costliest of each kind: libjpeg holds all coefficients of an image in scans, libwebp
     # several copies of its canvas.
@@ -370,7 +370,7 @@ def test_peak_memory_of_bombs_and_of_the_largest_images(tmp_path):
 
 @needs_proc
 @pytest.mark.process
-def test_peak_memory_of_a_strip_that_is_resized_whole(tmp_path):
+def test_peak_memory_of_resizing_a_long_strip(tmp_path):
     """Both the file and the resized strip, 32901 x 490, are just inside their limits."""
     strip = Image.new("L", (65_535, 976), 100)
     (tmp_path / "strip.png").write_bytes(encode(strip, "PNG", compress_level=1))
@@ -380,7 +380,7 @@ def test_peak_memory_of_a_strip_that_is_resized_whole(tmp_path):
 
 
 @pytest.mark.images("odd_images.tar")
-def test_odd_images_decode_as_pillow_does(tmp_path):
+def test_odd_images_decode_like_pillow(tmp_path):
     with tarfile.open(Path(os.environ["ROPE_JAX_TEST_IMAGES"], "odd_images.tar")) as archive:
         archive.extractall(tmp_path, filter="data")
     with open(tmp_path / "expected.csv", newline="") as file:
@@ -406,7 +406,7 @@ def test_odd_images_decode_as_pillow_does(tmp_path):
             expected = np.asarray(image.convert("RGB"))
         assert EncodedImage(data).size == image.size
         difference = np.abs(decode_image(data).astype(int) - expected)
-        if name == "pillow/i_trns.png":  # has a colour key, which Pillow leaves alone in 16 bits
+        if name == "pillow/i_trns.png":  # has a colour key, which Pillow ignores in 16 bits
             difference[decode_image(data) == 255] = 0
         assert difference.max() <= 1, name
         decoded += 1

@@ -25,7 +25,7 @@ def pictures():
 
 
 def with_pillow(picture, operation, level, signed, cubic, increasing):
-    """timm's operations, in Pillow; level is magnitude / 10."""
+    """Applies timm's operations in Pillow; level is magnitude / 10."""
     image = Image.fromarray(picture)
     width, height = image.size
     factor = max(0.1, 1 + 0.9 * signed) if increasing else 1.8 * level + 0.1
@@ -59,8 +59,8 @@ def with_pillow(picture, operation, level, signed, cubic, increasing):
 
 
 @functools.cache
-def operated(increasing):
-    """All operations at some levels on all pictures: cases, and [pictures, cases, H, W, 3]."""
+def operate_all(increasing):
+    """Cases of all operations, and their results on all pictures, [pictures, cases, H, W, 3]."""
     cases = [
         (name, level, level * sign, bool(cubic))
         for name in device.OPERATIONS
@@ -73,52 +73,60 @@ def operated(increasing):
         [device.OPERATIONS.index(name) if name != "nothing" else -1 for name, *_ in cases]
     )
     level, signed, cubic = (jnp.array([case[i] for case in cases]) for i in (1, 2, 3))
-    one = lambda image, number, level, signed, cubic: device.operate(
+    operate = lambda image, number, level, signed, cubic: device.operate(
         image, number, level, signed, FILL, cubic, inc=increasing
     )
-    every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0, 0, 0)), (0, None, None, None, None)))
-    return cases, np.asarray(every(jnp.array(np.stack(pictures())), numbers, level, signed, cubic))
+    operate_pairs = jax.jit(
+        jax.vmap(jax.vmap(operate, (None, 0, 0, 0, 0)), (0, None, None, None, None))
+    )
+    return cases, np.asarray(
+        operate_pairs(jnp.array(np.stack(pictures())), numbers, level, signed, cubic)
+    )
 
 
 @pytest.mark.parametrize("increasing", [True, False])
 @pytest.mark.parametrize("operation", [*device.OPERATIONS, "nothing"])
-def test_operations_are_pillows(operation, increasing):
-    cases, found = operated(increasing)
+def test_operations_match_pillow(operation, increasing):
+    cases, results = operate_all(increasing)
     exact = operation in (
         "nothing", "equalize", "invert", "posterize", "solarize", "solarize_add"
     )  # fmt: skip
     for place, (name, *case) in enumerate(cases):
         if name == operation:
-            for picture, image in zip(pictures(), found[:, place], strict=True):
-                wanted = with_pillow(picture, name, *case, increasing)
-                difference = np.abs(image.astype(int) - wanted)
-                # Pillow cuts off fractions: a whole number but for rounding may differ by one.
+            for picture, image in zip(pictures(), results[:, place], strict=True):
+                expected = with_pillow(picture, name, *case, increasing)
+                difference = np.abs(image.astype(int) - expected)
+                # Pillow truncates: a value that is whole except for rounding may differ by one.
                 assert difference.max() <= (0 if exact else 1), case
-                # Stretched to 255, the largest value is such a number, and there may be many of it.
+                # Stretched to 255, the largest value is such a value, and it may occur often.
                 assert (difference > 0).mean() < (1 if name == "auto_contrast" else 0.02), case
 
 
-def test_blur_is_pillows():
+def test_blur_matches_pillow():
     radii = (0.1, 0.5, 0.99, 1.3, 2.0)
     blur = jax.jit(jax.vmap(jax.vmap(device.gaussian_blur, (None, 0)), (0, None)))
-    found = np.asarray(blur(np.stack(pictures()), jnp.float32(radii)))
+    blurred = np.asarray(blur(np.stack(pictures()), jnp.float32(radii)))
     filters = [ImageFilter.GaussianBlur(radius) for radius in radii]
     images = map(Image.fromarray, pictures())
-    expected = [[np.asarray(image.filter(one)) for one in filters] for image in images]
-    np.testing.assert_array_equal(found, expected)
+    expected = [
+        [np.asarray(image.filter(image_filter)) for image_filter in filters] for image in images
+    ]
+    np.testing.assert_array_equal(blurred, expected)
 
 
-def test_three_augment_takes_each_a_third_of_the_time():
+def test_three_augment_chooses_uniformly():
     picture, keys = pictures()[1], jax.random.split(jax.random.key(0), 300)
     draw = jax.jit(jax.vmap(lambda key: device.three_augment(jnp.asarray(picture), key, FILL)))
-    found, image = np.asarray(draw(keys)), Image.fromarray(picture)
-    wanted = image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)
-    counts = [(found == np.asarray(one)).all(axis=(1, 2, 3)).sum() for one in wanted]
+    results, image = np.asarray(draw(keys)), Image.fromarray(picture)
+    expected = image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)
+    counts = [
+        (results == np.asarray(candidate)).all(axis=(1, 2, 3)).sum() for candidate in expected
+    ]
     for count in (*counts, 300 - sum(counts)):
         assert 70 < count < 130  # 100, standard deviation 8
 
 
-def test_colour_jitter_is_three_enhancements_in_some_order():
+def test_colour_jitter_enhances_in_random_order():
     options = {"brightness": 0.3, "contrast": 0.2, "saturation": 0.1}
 
     @jax.jit
@@ -127,25 +135,25 @@ def test_colour_jitter_is_three_enhancements_in_some_order():
         drawn = jax.random.permutation(order, 3), jax.random.uniform(sizes, (3,), minval=-1)
         return device.color_jitter(picture, key, FILL, **options), *drawn
 
-    found, order, shares = map(np.asarray, draw(pictures()[1], jax.random.key(3)))
+    result, order, strengths = map(np.asarray, draw(pictures()[1], jax.random.key(3)))
     image = Image.fromarray(pictures()[1])
-    for which in order:
-        enhance = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[which]
-        image = enhance(image).enhance(float(1 + shares[which] * [*options.values()][which]))
-    assert np.abs(found.astype(int) - np.asarray(image)).max() <= 1
+    for kind in order:
+        enhance = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[kind]
+        image = enhance(image).enhance(float(1 + strengths[kind] * [*options.values()][kind]))
+    assert np.abs(result.astype(int) - np.asarray(image)).max() <= 1
 
 
 def test_erasing():
-    """A quarter of the images gets a box of noise, of the areas and aspects of its definition."""
+    """A quarter of the images has a box of noise, with areas and aspect ratios as defined."""
     count, size = 2000, 40
     images = np.full((count, size, size, 3), 7, np.float32)
     keys = jax.random.split(jax.random.key(0), count)
     erase = functools.partial(device.apply_erasing, augmentations=split_augment("erase").erasing)
-    found = np.asarray(jax.jit(erase)(images, keys))
-    boxes = (found != 7).any(axis=-1)
+    results = np.asarray(jax.jit(erase)(images, keys))
+    boxes = (results != 7).any(axis=-1)
     erased = boxes.any(axis=(1, 2))
     assert 440 < erased.sum() < 560  # 500, standard deviation 19
-    np.testing.assert_allclose([found[boxes].mean(), found[boxes].std()], [0, 1], atol=0.01)
+    np.testing.assert_allclose([results[boxes].mean(), results[boxes].std()], [0, 1], atol=0.01)
     tall, wide = boxes.any(axis=2).sum(axis=1)[erased], boxes.any(axis=1).sum(axis=1)[erased]
     np.testing.assert_array_equal(boxes[erased].sum(axis=(1, 2)), tall * wide)  # one box
     area = tall * wide / size**2
@@ -154,11 +162,11 @@ def test_erasing():
     assert 0.25 < (tall / wide).min() < 0.4 < 2.5 < (tall / wide).max() < 4
 
 
-def test_an_example_meets_the_same_in_any_batch():
+def test_draws_do_not_depend_on_the_batch():
     plan = split_augment("three_augment+color_jitter+erase(p=0.5)")
 
     @jax.jit
-    def augmented(images, epoch, index):
+    def augment(images, epoch, index):
         keys = device.example_keys(1, epoch, index)
         pixels = device.apply(images, keys, plan.pixels, FILL)
         return pixels, device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
@@ -166,21 +174,21 @@ def test_an_example_meets_the_same_in_any_batch():
     images = np.stack([pictures()[0]] * 6)
     epoch, index = np.int32([0, 0, 0, 0, 1, 1]), np.int32([5, 3, 8, 2, 5, 3])
     order = np.array([2, 5, 0, 1, 4, 3])
-    found = map(np.asarray, augmented(images, epoch, index))
-    again = augmented(images, epoch[order], index[order])
-    for one, other in zip(found, again, strict=True):
-        np.testing.assert_array_equal(other, one[order])
+    first = map(np.asarray, augment(images, epoch, index))
+    again = augment(images, epoch[order], index[order])
+    for result, permuted in zip(first, again, strict=True):
+        np.testing.assert_array_equal(permuted, result[order])
         # Other epochs and other examples differ.
-        assert len(np.unique(one.reshape(6, -1), axis=0)) == 6
+        assert len(np.unique(result.reshape(6, -1), axis=0)) == 6
 
 
 def test_rand_augment_draws_operations_and_magnitudes():
-    """On a flat picture, whose colour shows the operation: 200 of each in 6,000 draws."""
+    """The colour of a flat picture reveals the operation: 200 of each in 6,000 draws."""
     flat = jnp.full((4, 4, 3), 100, jnp.uint8)
     draw = jax.jit(jax.vmap(lambda key: device.rand_augment(flat, key, (100, 100, 100), n=1)))
-    found = np.asarray(draw(jax.random.split(jax.random.key(0), 6000)))
-    assert (found == found[:, :1, :1, :1]).all()
-    value = found[:, 0, 0, 0]
+    results = np.asarray(draw(jax.random.split(jax.random.key(0), 6000)))
+    assert (results == results[:, :1, :1, :1]).all()
+    value = results[:, 0, 0, 0]
     dark = value[(value > 0) & (value < 100)]  # brightness down
     # Warps, auto contrast, equalize, colour, contrast and sharpness change nothing here.
     assert 4850 < (value == 100).sum() < 5150

@@ -15,8 +15,8 @@ def words(packed):
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 40)])
-def test_boxes_are_what_pillow_makes_of_them(shape):
-    """Drawn ones, the smallest, and the whole image."""
+def test_boxes_match_pillow(shape):
+    """Random boxes, the smallest, and the whole image."""
     rng = np.random.default_rng(0)
     crop = functools.partial(resized_crop, scale_min=0.05, interpolation="random")
     draws = rng.integers(0, 2**64, 390, np.uint64)
@@ -24,15 +24,17 @@ def test_boxes_are_what_pillow_makes_of_them(shape):
     bilinear, bicubic = Image.Resampling.BILINEAR, Image.Resampling.BICUBIC
     assert {box.interpolation for box in boxes} == {bilinear, bicubic}
     edges = (0, 0, *shape[::-1]), (15, 15, 16, 16), (3, 0, 4, 16), (0, 14, 16, 16), (5, 6, 7, 9)
-    boxes += [Box(one, kind, alone=True) for one in edges for kind in (bilinear, bicubic)]
+    boxes += [
+        Box(box_edges, kind, alone=True) for box_edges in edges for kind in (bilinear, bicubic)
+    ]
     # The steepest images there are: the cubic goes beyond 0 and 255.
     images = rng.integers(0, 2, (400, *shape, 3), np.uint8) * 255
     images[::2] = rng.integers(0, 256, images[::2].shape, np.uint8)
     resize = jax.jit(jax.vmap(device_crops.resized_crop))
-    found = np.asarray(resize(images, np.stack([words(pack(box)) for box in boxes])))
-    for image, box, one in zip(images, boxes, found, strict=True):
+    results = np.asarray(resize(images, np.stack([words(pack(box)) for box in boxes])))
+    for image, box, result in zip(images, boxes, results, strict=True):
         part = Image.fromarray(image).crop(box.edges)
-        np.testing.assert_array_equal(one, part.resize(shape[::-1], box.interpolation))
+        np.testing.assert_array_equal(result, part.resize(shape[::-1], box.interpolation))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_boxes_are_what_pillow_makes_of_them(shape):
         Box((0, 0, 2**15, 4), Image.Resampling.BICUBIC, alone=True),
     ],
 )
-def test_other_cuts_are_refused(box):
+def test_unsupported_boxes_are_refused(box):
     with pytest.raises(
         ValueError,
         match="cannot be cut on the device: boxes are of whole pixels below 32768, bilinear or",

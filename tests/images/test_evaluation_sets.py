@@ -6,7 +6,7 @@ from rope_jax.data.sources.evaluation_sets import real_labels, subset, synsets
 from tests.images.test_pairs import save
 
 
-def test_the_lists_are_the_official_ones():
+def test_label_lists_match_the_official_ones():
     real = real_labels()
     assert (len(real), sum(map(bool, real))) == (50_000, 46_837)
     assert real[1] == (970, 795)  # ILSVRC2012_val_00000002
@@ -17,13 +17,13 @@ def test_the_lists_are_the_official_ones():
         assert sorted(set(classes)) == list(classes)
 
 
-def test_labels_count_among_the_competing_logits(tmp_path):
+def test_labels_index_the_competing_logits(tmp_path):
     grey = np.full((8, 8, 3), 100, np.uint8)
     for synset in ("n01498041", "n01531178"):  # classes 6 and 11, the first two of ImageNet-A
         save(tmp_path / synset / "x.png", grey)
-    found = EvaluationSet("a", tmp_path)
-    assert found.labels.tolist() == [0, 1]
-    assert found.competing == subset("a")
+    adversarial = EvaluationSet("a", tmp_path)
+    assert adversarial.labels.tolist() == [0, 1]
+    assert adversarial.competing == subset("a")
     assert EvaluationSet("imagenet", tmp_path).labels.tolist() == [6, 11]
     assert Streamed(EvaluationSet("folder", tmp_path), (4, 4)).classes == 2
     save(tmp_path / "n01440764" / "x.png", grey)
@@ -33,7 +33,7 @@ def test_labels_count_among_the_competing_logits(tmp_path):
         EvaluationSet("b", tmp_path)
 
 
-def test_v2_counts_classes_by_number_not_by_name(tmp_path):
+def test_v2_orders_classes_by_number(tmp_path):
     for number in ("2", "10"):
         save(tmp_path / number / "x.png", np.zeros((4, 4, 3), np.uint8))
     assert sorted(EvaluationSet("v2", tmp_path).labels) == [2, 10]
@@ -41,14 +41,14 @@ def test_v2_counts_classes_by_number_not_by_name(tmp_path):
         EvaluationSet("imagenet", tmp_path)
 
 
-def test_real_leaves_out_images_without_a_label(tmp_path):
+def test_real_skips_images_without_a_label(tmp_path):
     for number in (1, 2, 3):
         save(tmp_path / f"ILSVRC2012_val_{number:08d}.png", np.zeros((4, 4, 3), np.uint8))
-    found = EvaluationSet("real", tmp_path)
-    assert found.labels.tolist() == [[970, 795], [230, 231]]
-    (batch,) = evaluation_batches(Streamed(found, (4, 4)), batch_size=3)
+    source = EvaluationSet("real", tmp_path)
+    assert source.labels.tolist() == [[970, 795], [230, 231]]
+    (batch,) = evaluation_batches(Streamed(source, (4, 4)), batch_size=3)
     assert batch["label"][batch["mask"]].tolist() == [[970, 795], [230, 231]]
     assert batch["mask"].tolist() == [True, True, False]
     save(tmp_path / "ILSVRC2012_val_00000004.png", np.zeros((4, 4, 3), np.uint8))
-    assert real_labels()[3] == (809,)  # one right label beside images with two
+    assert real_labels()[3] == (809,)  # one valid label, where other images have two
     assert EvaluationSet("real", tmp_path).labels[2].tolist() == [809, -1]

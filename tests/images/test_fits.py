@@ -30,40 +30,45 @@ def detectron2_size(size, short, long):
     return int(height + 0.5), int(width + 0.5)
 
 
-def test_sizes_are_those_of_detectron2():
+def test_sizes_match_detectron2():
     for height in range(50, 641, 23):
         for width in (height, 333, 427, 500, 640):
             for short in (480, 512, 800):
-                wanted = detectron2_size((height, width), short, 1333)
-                assert fit((height, width), short=short).extent == wanted
-    # Half a pixel, which rounding in one step would lose.
+                expected = detectron2_size((height, width), short, 1333)
+                assert fit((height, width), short=short).extent == expected
+    # A half pixel, which rounding in one step would lose.
     assert fit((634, 317)).extent == (1333, 667) == detectron2_size((634, 317), 800, 1333)
 
 
-def test_training_sizes_are_those_of_the_recipe():
-    """All eleven shorter sides, half of the images cut; a cut image is resized before."""
-    found = [detr_crop((427, 640), draw) for draw in draws(2000)]
-    uncut = [one for one in found if one.part == (427, 640)]
-    assert 0.47 < len(uncut) / len(found) < 0.53
-    assert {one.extent[0] for one in uncut} == set(range(480, 801, 32))
-    assert {one.resized for one in found} - {(427, 640)} == {(400, 600), (500, 749), (600, 899)}
-    cut = [one for one in found if one.part != (427, 640)]
+def test_training_sizes_match_the_recipe():
+    """All eleven shorter sides occur; half of the images are resized and cut before."""
+    placings = [detr_crop((427, 640), draw) for draw in draws(2000)]
+    uncut = [placing for placing in placings if placing.part == (427, 640)]
+    assert 0.47 < len(uncut) / len(placings) < 0.53
+    assert {placing.extent[0] for placing in uncut} == set(range(480, 801, 32))
+    assert {placing.resized for placing in placings} - {(427, 640)} == {
+        (400, 600),
+        (500, 749),
+        (600, 899),
+    }
+    cut = [placing for placing in placings if placing.part != (427, 640)]
     sides, corners, wholes = (
-        np.array([getattr(one, name) for one in cut]) for name in ("part", "corner", "resized")
+        np.array([getattr(placing, name) for placing in cut])
+        for name in ("part", "corner", "resized")
     )
     assert sides.min() >= 384
     assert all(590 < side <= 600 for side in sides.max(0))
     assert corners.min() == 0
     assert (corners + sides <= wholes).all()
     assert (corners + sides == wholes).any(0).all()
-    for one in found:
-        assert max(one.extent) <= 1333
-        assert min(one.extent) in range(480, 801, 32) or max(one.extent) == 1333
-        aspect = one.extent[0] / one.extent[1] / (one.part[0] / one.part[1])
+    for placing in placings:
+        assert max(placing.extent) <= 1333
+        assert min(placing.extent) in range(480, 801, 32) or max(placing.extent) == 1333
+        aspect = placing.extent[0] / placing.extent[1] / (placing.part[0] / placing.part[1])
         assert abs(aspect - 1) < 0.004
 
 
-def test_images_of_any_shape_are_placed():
+def test_images_of_any_shape_fit():
     for size in ((1, 3000), (3000, 1), (1, 1), (5, 65_000)):
         for draw in draws(30):
             placing = detr_crop(size, draw)
@@ -72,8 +77,8 @@ def test_images_of_any_shape_are_placed():
             assert np.prod(placing.resized) <= 2**25
 
 
-def test_boxes_stay_around_what_they_frame():
-    """A rectangle of one colour is found again where its box is, to a pixel."""
+def test_boxes_follow_their_objects():
+    """A rectangle of one colour coincides with its box, to a pixel."""
     rng, moved = np.random.default_rng(0), 0
     for number, draw in enumerate(draws(60)):
         size = tuple(rng.integers(40, 120, 2).tolist())
@@ -88,16 +93,16 @@ def test_boxes_stay_around_what_they_frame():
         pixels = placed_pixels(image, placing)
         assert pixels.shape[:2] == placing.extent
         flips = np.array([draw], np.uint64)
-        seen = flip(pixels[None], flips)[0, ..., 1] > 127
+        visible = flip(pixels[None], flips)[0, ..., 1] > 127
         if not kept[0]:
-            assert not seen.any()
+            assert not visible.any()
             continue
-        (found,) = flip_boxes(boxes[None], pixels.shape[1], flips)[0]
-        if (found[2:] - found[:2]).min() < 2:  # cut to a sliver
+        (moved_box,) = flip_boxes(boxes[None], pixels.shape[1], flips)[0]
+        if (moved_box[2:] - moved_box[:2]).min() < 2:  # cut to a sliver
             continue
-        rows, columns = (np.flatnonzero(seen.any(axis)) for axis in (1, 0))
+        rows, columns = (np.flatnonzero(visible.any(axis)) for axis in (1, 0))
         framed = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
-        np.testing.assert_allclose(found, framed, atol=1.0)
+        np.testing.assert_allclose(moved_box, framed, atol=1.0)
         moved += 1
     assert moved > 40
 

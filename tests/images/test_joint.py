@@ -18,30 +18,30 @@ def draws(count):
 
 
 @pytest.mark.parametrize("resized", [(5, 7), (20, 30)])
-def test_images_are_resized_between_centres_without_antialiasing(resized):
+def test_images_are_resized_by_plain_bilinear_interpolation(resized):
     image = np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8)
     tents = []
     for before, after in zip((9, 13), resized, strict=True):
         places = (np.arange(after) + 0.5) * before / after - 0.5
         places = places.clip(0, before - 1)
         tents.append(np.maximum(0, 1 - abs(places[:, None] - np.arange(before))))
-    wanted = np.einsum("yh,hwc,xw->yxc", tents[0], image, tents[1])
-    assert np.abs(bilinear_crop(image, resized, (0, 0), resized) - wanted).max() <= 0.501
+    expected = np.einsum("yh,hwc,xw->yxc", tents[0], image, tents[1])
+    assert np.abs(bilinear_crop(image, resized, (0, 0), resized) - expected).max() <= 0.501
 
 
-def test_a_part_of_the_resized_image_is_cut_out_of_it():
+def test_crops_are_parts_of_the_resized_image():
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (9, 13, 3), dtype=np.uint8)
     classes = rng.integers(0, 5, (9, 13), dtype=np.uint8)
-    whole = bilinear_crop(image, (20, 30), (0, 0), (20, 30))
+    resized = bilinear_crop(image, (20, 30), (0, 0), (20, 30))
     part = bilinear_crop(image, (20, 30), (4, 7), (6, 8))
-    np.testing.assert_array_equal(part, whole[4:10, 7:15])
-    whole = nearest_crop(classes, (20, 30), (0, 0), (20, 30))
+    np.testing.assert_array_equal(part, resized[4:10, 7:15])
+    resized = nearest_crop(classes, (20, 30), (0, 0), (20, 30))
     np.testing.assert_array_equal(
-        nearest_crop(classes, (20, 30), (4, 7), (6, 8)), whole[4:10, 7:15]
+        nearest_crop(classes, (20, 30), (4, 7), (6, 8)), resized[4:10, 7:15]
     )
     for i, j in np.ndindex(20, 30):
-        assert whole[i, j] == classes[int((i + 0.5) * 9 / 20), int((j + 0.5) * 13 / 30)]
+        assert resized[i, j] == classes[int((i + 0.5) * 9 / 20), int((j + 0.5) * 13 / 30)]
 
 
 # Each class has a colour.
@@ -49,7 +49,7 @@ CLASSES = np.arange(12, dtype=np.uint8).reshape(3, 4).repeat(16, 0).repeat(16, 1
 IMAGE = np.repeat((CLASSES * 20)[..., None], 3, -1)
 
 
-def test_image_and_classes_stay_together():
+def test_image_and_classes_stay_aligned():
     """After augmentation, pixels away from borders still have their colour."""
     sizes = set()
     for draw in draws(20):
@@ -62,8 +62,8 @@ def test_image_and_classes_stay_together():
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.75, 0.95, 1.0), (1.0, 0.0, 0.5)])
-def test_crops_of_one_class_are_drawn_again(share, low, high):
-    """How many crops have less than three quarters of one class."""
+def test_crops_of_a_single_class_are_redrawn(share, low, high):
+    """Counts the crops with less than three quarters of one class."""
     image, classes = np.zeros((64, 64, 3), np.uint8), np.zeros((64, 64), np.uint8)
     classes[:, 40:] = 1
     options = {"low": 1.0, "high": 1.0, "short": 64, "long": 64, "share": share}
@@ -71,7 +71,7 @@ def test_crops_of_one_class_are_drawn_again(share, low, high):
     assert low < np.mean([0.25 < crop.mean() < 0.75 for crop in crops]) <= high
 
 
-def test_the_size_of_official_recipes():
+def test_scaled_sizes_match_official_recipes():
     assert scaled_size((512, 683), 1.0, short=512, long=2048) == (512, 683)
     assert scaled_size((300, 2000), 1.0, short=512, long=2048) == (307, 2048)
     assert scaled_size((480, 640), 0.5, short=512, long=2048) == (256, 341)
@@ -84,8 +84,8 @@ def test_the_size_of_official_recipes():
 @pytest.mark.parametrize(
     "crop", ["centre(crop=0.8)", "stretch(interpolation=bilinear)", "resized_crop"]
 )
-def test_crops_with_a_box_cut_image_and_classes_alike(crop):
-    """Resized by the nearest pixel, the classes have no others."""
+def test_box_crops_cut_image_and_classes_alike(crop):
+    """Resizing by the nearest pixel creates no other classes."""
     for draw in draws(3):
         pixels, labels = crop_both(IMAGE, CLASSES, parse_crop(crop), (24, 20), draw)
         assert (pixels.shape, labels.shape) == ((24, 20, 3), (24, 20))

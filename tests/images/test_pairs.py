@@ -14,7 +14,7 @@ from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import parse_loader
 from rope_jax.data.verification import verify
 from tests.images.test_decode import png
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 
 CROP = "scaled_crop(short=12,long=40)"
 
@@ -27,7 +27,7 @@ def save(path, array, mode=None):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five images a split, of several sizes, whose colour is 80 times their class."""
+    """Five images per split, of several sizes, with colours of 80 times their class."""
     rng = np.random.default_rng(0)
     for split, number in itertools.product(("train", "val"), range(5)):
         classes = rng.integers(0, 3, (3, 4)).repeat(6 + number, 0).repeat(5 + number, 1)
@@ -38,25 +38,25 @@ def folder(tmp_path):
     return tmp_path
 
 
-def classes_of(folder, split, number):
+def read_classes(folder, split, number):
     return np.array(Image.open(folder / split / f"{number}.png"))
 
 
 def test_a_folder_of_pairs(folder):
     Image.open(folder / "val" / "3.jpg").save(folder / "val" / "3.TIF")
     (folder / "val" / "3.jpg").unlink()
-    found = load("masks", str(folder), "test", (16, 12))
+    images = load("masks", str(folder), "test", (16, 12))
     expected = [f"val/{k}.{'TIF' if k == 3 else 'jpg'}" for k in range(5)]
-    assert [found.source.example_name(k) for k in range(5)] == expected
-    assert found.class_names == ["sky", "sea", "sand"]
-    for one in (found, pickle.loads(pickle.dumps(found))):
-        image, classes = one.original(3)
-        np.testing.assert_array_equal(classes, classes_of(folder, "val", 3))
+    assert [images.source.example_name(k) for k in range(5)] == expected
+    assert images.class_names == ["sky", "sea", "sand"]
+    for copied in (images, pickle.loads(pickle.dumps(images))):
+        image, classes = copied.original(3)
+        np.testing.assert_array_equal(classes, read_classes(folder, "val", 3))
         assert np.abs(image[..., 1].astype(int) - 80 * classes.astype(int)).mean() < 10
-    check_labels(found)
+    check_labels(images)
 
 
-def test_training_batches_are_joint_crops_flipped_before_padding(folder):
+def test_training_batches_crop_and_flip_pairs_before_padding(folder):
     images = load("masks", str(folder), "train", (16, 12))
     batch = next(batches(images, batch_size=20, seed=3, augment=f"{CROP}+flip"))
     assert batch["image"].shape == (20, 16, 12, 3)
@@ -65,14 +65,14 @@ def test_training_batches_are_joint_crops_flipped_before_padding(folder):
     draws = example_draws(3, batch["epoch"], batch["index"], 5, "0 scaled_crop").tolist()
     flipped = set()
     for k, draw in enumerate(draws):
-        wanted = crop(*images.original(int(batch["index"][k])), (16, 12), draw)
-        height, width = wanted[1].shape
+        expected = crop(*images.original(int(batch["index"][k])), (16, 12), draw)
+        height, width = expected[1].shape
         assert batch["extent"][k].tolist() == [height, width]
-        found = batch["image"][k, :height, :width], batch["label"][k, :height, :width]
-        mirrored = not np.array_equal(found[0], wanted[0])
+        result = batch["image"][k, :height, :width], batch["label"][k, :height, :width]
+        mirrored = not np.array_equal(result[0], expected[0])
         flipped.add(mirrored)
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(one, other[:, ::-1] if mirrored else other)
+        for array, reference in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(array, reference[:, ::-1] if mirrored else reference)
         padding = np.ones((16, 12), bool)
         padding[:height, :width] = False
         assert (batch["label"][k][padding] == 255).all()
@@ -83,24 +83,24 @@ def test_training_batches_are_joint_crops_flipped_before_padding(folder):
 
 def test_evaluation_batches_have_one_size(folder):
     images = load("masks", str(folder), "test", (24, 20), crop="stretch(interpolation=bilinear)")
-    one, two = evaluation_batches(images, batch_size=3)
-    assert two["mask"].tolist() == [True, True, False]
-    assert not two["label"][2].any()
-    stretched = Image.fromarray(classes_of(folder, "val", 4)).resize((20, 24), Image.NEAREST)
-    np.testing.assert_array_equal(two["label"][1], stretched)
+    first, last = evaluation_batches(images, batch_size=3)
+    assert last["mask"].tolist() == [True, True, False]
+    assert not last["label"][2].any()
+    stretched = Image.fromarray(read_classes(folder, "val", 4)).resize((20, 24), Image.NEAREST)
+    np.testing.assert_array_equal(last["label"][1], stretched)
     assert "stretch(interpolation=bilinear) of each image" in images.protocol
-    assert one["label"].shape == (3, 24, 20)
+    assert first["label"].shape == (3, 24, 20)
 
 
-def turned(path):
-    """Stores an image upside down, which its Exif orientation says."""
+def store_upside_down(path):
+    """Stores an image upside down, with the matching Exif orientation."""
     image = Image.open(path)
     exif = image.getexif()
     exif[274] = 3
     image.rotate(180).save(path, exif=exif)
 
 
-def four_bits(path):
+def write_four_bits(path):
     """Writes a grey PNG of 4 bits, whose values Pillow multiplies by 17."""
     path.write_bytes(png(24, 21, 4, 0, (b"\0" + b"\x11" * 12) * 21))
 
@@ -118,14 +118,17 @@ def four_bits(path):
         ),
         (lambda f: save(f / "1.png", np.zeros((21, 24), np.uint8), "P"), "1.png .* mode is P"),
         (lambda f: save(f / "1.png", np.zeros((21, 24, 3), np.uint8)), "1.png .* mode is RGB"),
-        (lambda f: four_bits(f / "1.png"), "1.png .* of 4 bits"),
+        (lambda f: write_four_bits(f / "1.png"), "1.png .* of 4 bits"),
         (lambda f: (f / "1.png").write_bytes(b"no picture"), "1.png cannot be read as a PNG"),
         (lambda f: (f / "1.png").write_bytes((f / "1.png").read_bytes()[:60]), "1.png cannot be"),
         (lambda f: (f.parent / "classes.txt").unlink(), "No such file.*classes.txt"),
         (lambda f: (f.parent / "classes.txt").write_text("\nsky\n"), "classes.txt has an empty"),
         (lambda f: (f.parent / "classes.txt").write_text("\n"), "classes.txt has an empty"),
         (lambda f: (f.parent / "classes.txt").write_bytes(b"\xff\n"), "classes.txt is not text in"),
-        (lambda f: turned(f / "1.jpg"), r"train/1.jpg is stored turned \(Exif orientation 3\)"),
+        (
+            lambda f: store_upside_down(f / "1.jpg"),
+            r"train/1.jpg is stored turned \(Exif orientation 3\)",
+        ),
         (lambda f: [file.unlink() for file in f.iterdir()], "train has no images"),
     ],
 )
@@ -138,18 +141,18 @@ def test_bad_pairs_are_named(folder, change, message):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda f: save(f / "train" / "1.png", 1 - np.minimum(classes_of(f, "train", 1), 1)),
+        lambda f: save(f / "train" / "1.png", 1 - np.minimum(read_classes(f, "train", 1), 1)),
         lambda f: (f / "classes.txt").write_text("sea\nsky\nsand\n"),
     ],
     ids=["labels", "names"],
 )
-def test_other_labels_and_other_names_of_classes_are_another_set(folder, change):
+def test_labels_and_class_names_are_part_of_the_fingerprint(folder, change):
     before = load("masks", str(folder), "train", (16, 12)).fingerprint()
     change(folder)
     assert load("masks", str(folder), "train", (16, 12)).fingerprint() != before
 
 
-def test_bad_labels_may_be_skipped_like_bad_images(folder):
+def test_bad_labels_can_be_skipped_like_bad_images(folder):
     save(folder / "train" / "1.png", np.zeros((4, 5), np.uint8))
     images = load("masks", str(folder), "train", (16, 12))
     check_labels(images, "skip")
@@ -163,16 +166,16 @@ def test_bad_labels_may_be_skipped_like_bad_images(folder):
         check_labels(images, "skip")
 
 
-def test_verify_reads_labels_and_finds_classes_without_pixels(folder, capsys):
+def test_verify_reads_labels_and_reports_empty_classes(folder, capsys):
     (folder / "classes.txt").write_text("sky\nsea\nsand\nsnow\n")
-    found = verify(load("masks", str(folder), "train", (8, 8)).source, workers=0)
-    assert (found["images"], found["classes"], found["bad"]) == (5, 4, [])
-    assert found["empty_classes"] == ["snow"]
+    report = verify(load("masks", str(folder), "train", (8, 8)).source, workers=0)
+    assert (report["images"], report["classes"], report["bad"]) == (5, 4, [])
+    assert report["empty_classes"] == ["snow"]
     save(folder / "val" / "1.png", np.full((21, 24), 9, np.uint8))
     asked = ["--source=masks", f"--path={folder}", "--workers=0"]
     assert verify_main(asked) == 1
     assert "bad: test 1 val/1.jpg: " in capsys.readouterr().out
-    with refused(capsys, "classes of pixels, which a packed set cannot hold"):
+    with expect_refusal(capsys, "classes of pixels, which a packed set cannot hold"):
         prepare_main([*asked, f"--out={folder / 'packed'}"])
 
 
@@ -182,18 +185,18 @@ def test_ade20k_has_no_class_at_zero(tmp_path):
     save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels)
     lines = [f"{i}\t0.1\t1\t2\tname {i}, other" for i in range(1, 151)]
     (tmp_path / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *lines]))
-    found = load("ade20k", str(tmp_path), "test", (8, 8))
-    assert found.class_names == [f"name {i}, other" for i in range(1, 151)]
-    np.testing.assert_array_equal(found.original(0)[1], [[255, 0, 149], [1, 255, 2]])
-    assert found.source.classes_of(0) == [0, 1, 2, 149]
+    images = load("ade20k", str(tmp_path), "test", (8, 8))
+    assert images.class_names == [f"name {i}, other" for i in range(1, 151)]
+    np.testing.assert_array_equal(images.original(0)[1], [[255, 0, 149], [1, 255, 2]])
+    assert images.source.classes_of(0) == [0, 1, 2, 149]
     save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels + np.uint8(1))
     with pytest.raises(
         ValueError, match="value 151, which is none of its 150 classes: values are 1"
     ):
-        check_labels(found)
+        check_labels(images)
 
 
-def test_augmentations_that_do_not_suit_the_labels_are_refused(folder):
+def test_augmentations_that_ignore_labels_are_refused(folder):
     images = load("masks", str(folder), "train", (16, 12))
     digits = Images(np.zeros((2, 8, 8, 3), np.uint8), np.int32([0, 1]), "digits", "train", 2)
     for wrong, augment in ((images, "crop(pad=2)"), (digits, CROP)):

@@ -8,10 +8,10 @@ import pytest
 from rope_jax.data import Images, ahead, batches, epoch_length, evaluation_batches
 from rope_jax.data.order import batch_examples, permutation
 from rope_jax.training.signals import Interrupted
-from tests.images.streams import joined, same, take
+from tests.images.streams import assert_same, join_batches, take
 
 
-def numbered(n, size=4):
+def numbered_images(n, size=4):
     """Images whose label is their example id, which is also written into their first pixel."""
     images = np.random.default_rng(0).integers(1, 256, (n, size, size, 3), dtype=np.uint8)
     images[:, 0, 0, 0], images[:, 0, 0, 1] = np.arange(n) // 256, np.arange(n) % 256
@@ -24,51 +24,53 @@ def batch(images, step, **options):
 
 @pytest.mark.parametrize("batch_size", [1, 8, 50, 101, 230])
 @pytest.mark.parametrize("start", [0, 17])
-def test_every_example_once_per_epoch_named_by_epoch_and_index(batch_size, start):
-    images = numbered(50)
+def test_epochs_have_every_example_once(batch_size, start):
+    images = numbered_images(50)
     stream = batches(images, batch_size=batch_size, seed=0, start_step=start)
-    found = joined(take(-(-200 // batch_size), stream))
-    np.testing.assert_array_equal(found["image"], images.images[found["label"]])
-    np.testing.assert_array_equal(found["index"], found["label"])
-    assert found["epoch"].dtype == found["index"].dtype == np.int32
-    place = start * batch_size + np.arange(len(found["label"]))
-    np.testing.assert_array_equal(found["epoch"], place // 50)
-    for epoch in range(place[0] // 50 + 1, place[-1] // 50):  # those that the stream has whole
-        assert sorted(found["label"][found["epoch"] == epoch]) == list(range(50))
+    joined_batch = join_batches(take(-(-200 // batch_size), stream))
+    np.testing.assert_array_equal(joined_batch["image"], images.images[joined_batch["label"]])
+    np.testing.assert_array_equal(joined_batch["index"], joined_batch["label"])
+    assert joined_batch["epoch"].dtype == joined_batch["index"].dtype == np.int32
+    place = start * batch_size + np.arange(len(joined_batch["label"]))
+    np.testing.assert_array_equal(joined_batch["epoch"], place // 50)
+    for epoch in range(
+        place[0] // 50 + 1, place[-1] // 50
+    ):  # those that are complete in the stream
+        assert sorted(joined_batch["label"][joined_batch["epoch"] == epoch]) == list(range(50))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_resumed_stream_is_the_uninterrupted_one_from_every_position(ahead):
-    images, steps = numbered(1000), 40
+def test_streams_resume_from_every_position(ahead):
+    images, steps = numbered_images(1000), 40
     options = {"batch_size": 64, "seed": 1, "augment": "crop(pad=1)+flip"}
-    whole = take(steps, batches(images, **options))
+    uninterrupted = take(steps, batches(images, **options))
     for start in range(steps):
         resumed = batches(images, start_step=start, ahead=ahead, **options)
-        expected = whole[start : start + 3]
-        same(take(len(expected), resumed), expected)
+        expected = uninterrupted[start : start + 3]
+        assert_same(take(len(expected), resumed), expected)
 
 
-@pytest.mark.parametrize("of", [1, 2, 4])
-def test_shards_are_the_parts_of_a_batch(of):
-    options = {"images": numbered(30), "batch_size": 8, "seed": 0, "augment": "flip"}
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shards_are_parts_of_a_batch(count):
+    options = {"images": numbered_images(30), "batch_size": 8, "seed": 0, "augment": "flip"}
     for step in range(6):
-        parts = [batch(step=step, shard=(k, of), **options) for k in range(of)]
-        same([joined(parts)], [batch(step=step, **options)])
+        parts = [batch(step=step, shard=(k, count), **options) for k in range(count)]
+        assert_same([join_batches(parts)], [batch(step=step, **options)])
 
 
 @pytest.mark.parametrize("augment", ["crop(pad=2)+flip", "resized_crop(scale_min=0.3)+flip"])
 def test_the_stream_does_not_depend_on_the_batch_size(augment):
-    options = {"images": numbered(60), "seed": 9, "augment": augment}
-    whole = joined(take(2, batches(batch_size=60, **options)))
+    options = {"images": numbered_images(60), "seed": 9, "augment": augment}
+    expected = join_batches(take(2, batches(batch_size=60, **options)))
     for size in (1, 7):
-        found = joined(take(-(-120 // size), batches(batch_size=size, **options)))
-        same([{name: array[:120] for name, array in found.items()}], [whole])
+        result = join_batches(take(-(-120 // size), batches(batch_size=size, **options)))
+        assert_same([{name: array[:120] for name, array in result.items()}], [expected])
 
 
-def test_orders_differ_and_are_fixed():
+def test_epoch_orders_differ_and_are_fixed():
     orders = [tuple(permutation(seed, epoch, 100).tolist()) for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(orders)) == 4
-    # Written down: a resumed run must find the same order under another version of numpy.
+    # Recorded, as a resumed run must have the same order under another version of numpy.
     assert permutation(0, 0, 8).tolist() == [7, 0, 4, 5, 3, 2, 6, 1]
     with pytest.raises(ValueError, match="read-only"):  # as it is cached
         permutation(0, 0, 10)[0] = 3
@@ -88,9 +90,9 @@ def test_orders_differ_and_are_fixed():
         ({"bad_images": "ignore"}, "bad_images must be one of error, skip, not 'ignore'"),
     ],
 )
-def test_arguments_are_refused_at_once(wrong, message):
+def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        batches(numbered(10), **{"batch_size": 4, "seed": 0, **wrong})
+        batches(numbered_images(10), **{"batch_size": 4, "seed": 0, **wrong})
 
 
 @pytest.mark.process
@@ -111,25 +113,25 @@ print(next(stream)["label"].sum())
 
 @pytest.mark.parametrize("batch_size", [1, 4, 10, 16])
 def test_evaluation_batches(batch_size):
-    images = numbered(10)
+    images = numbered_images(10)
     got = list(evaluation_batches(images, batch_size=batch_size))
     assert len(got) == -(-10 // batch_size)
-    for one in got:
-        assert one["image"].shape == (batch_size, 4, 4, 3)
-        assert one["label"].shape == one["mask"].shape == (batch_size,)
-        assert one["mask"].dtype == np.bool_
-        assert not one["image"][~one["mask"]].any()
-    whole = joined(got)
+    for batch in got:
+        assert batch["image"].shape == (batch_size, 4, 4, 3)
+        assert batch["label"].shape == batch["mask"].shape == (batch_size,)
+        assert batch["mask"].dtype == np.bool_
+        assert not batch["image"][~batch["mask"]].any()
+    everything = join_batches(got)
     expected = {"image": images.images, "label": images.labels, "index": np.arange(10)}
-    same([{name: whole[name][whole["mask"]] for name in expected}], [expected])
+    assert_same([{name: everything[name][everything["mask"]] for name in expected}], [expected])
 
 
-@pytest.mark.parametrize("of", [2, 3, 6])
-def test_shards_of_evaluation_batches_are_the_batches(of):
-    images = numbered(10)
-    parts = [evaluation_batches(images, batch_size=6, shard=(k, of)) for k in range(of)]
-    for whole, *pieces in zip(evaluation_batches(images, batch_size=6), *parts, strict=True):
-        same([joined(pieces)], [whole])
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_evaluation_shards_are_parts_of_a_batch(count):
+    images = numbered_images(10)
+    parts = [evaluation_batches(images, batch_size=6, shard=(k, count)) for k in range(count)]
+    for full_batch, *pieces in zip(evaluation_batches(images, batch_size=6), *parts, strict=True):
+        assert_same([join_batches(pieces)], [full_batch])
     with pytest.raises(ValueError, match="of divides the batch"):
         evaluation_batches(images, batch_size=6, shard=(0, 4))
 
@@ -143,7 +145,7 @@ def test_repeated_augmentation():
     epochs, indices = np.array(batches_in_turn).swapaxes(0, 1).reshape(2, -1)
     for epoch in range(2):  # 32 batches of 48 are three epochs of 512
         ids = indices[epochs == epoch]
-        assert len(ids) == len(np.unique(ids)) == length  # every copy has an index of its own
+        assert len(ids) == len(np.unique(ids)) == length  # every copy has its own index
         often = np.bincount(ids % count, minlength=count)
         assert np.sort(often)[::-1].tolist() == [3] * 170 + [2] + [0] * 429  # 512 = 3 * 170 + 2
         assert set(np.flatnonzero(often)) == set(permutation(1, epoch, count)[:171].tolist())
@@ -151,7 +153,7 @@ def test_repeated_augmentation():
         for parts in (3, 4, 8, 16):
             for part in np.split(batch_examples(step, **options)[1] % count, parts):
                 assert len(np.unique(part)) == len(part)
-    images = numbered(count)
+    images = numbered_images(count)
     got = batch(images, 0, batch_size=size, seed=1, augment="flip+crop(pad=1)", repeats=repeats)
     np.testing.assert_array_equal(got["label"], got["index"] % count)
     copies = got["image"][got["label"] == got["label"][0]]
@@ -159,8 +161,8 @@ def test_repeated_augmentation():
     assert len({copy.tobytes() for copy in copies}) > 1
 
 
-def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monkeypatch):
-    """As with a file system that does not answer."""
+def test_missing_batches_are_reported_and_can_be_abandoned(capsys, monkeypatch):
+    """Simulates a file system that does not answer."""
     answer, waited = threading.Event(), []
 
     def batches():

@@ -19,11 +19,11 @@ def random_images(*shape):
 def test_digits():
     train, test = load("digits", None, "train", None), load("digits", split="test")
     assert (train.name, train.split, train.classes) == ("digits", "train", 10)
-    for one, count in ((train, 1437), (test, 360)):
-        assert (one.images.dtype, one.images.shape) == (np.uint8, (count, 8, 8, 3))
-        assert (one.labels.dtype, set(one.labels)) == (np.int32, set(range(10)))
-        assert (one.images[..., :1] == one.images).all()
-        assert (one.images.min(), one.images.max()) == (0, 255)
+    for images, count in ((train, 1437), (test, 360)):
+        assert (images.images.dtype, images.images.shape) == (np.uint8, (count, 8, 8, 3))
+        assert (images.labels.dtype, set(images.labels)) == (np.int32, set(range(10)))
+        assert (images.images[..., :1] == images.images).all()
+        assert (images.images.min(), images.images.max()) == (0, 255)
     assert test.labels[:4].tolist() == [0, 5, 0, 5]  # images 0, 5, 10, 15 of the set
 
 
@@ -78,11 +78,11 @@ def test_npz_refuses_other_files(tmp_path):
     path = tmp_path / "set.npz"
     images, labels = random_images(400, 5, 6), np.resize(LABELS, 400)
     np.savez_compressed(path, train_images=images, train_labels=labels)
-    whole = path.read_bytes()
-    damaged = whole[:200] + b"xxxx" + whole[204:]
+    intact = path.read_bytes()
+    damaged = intact[:200] + b"xxxx" + intact[204:]
     np.savez(path, train_images=images, train_labels=labels)
     shorter = path.read_bytes().replace(b"(400, 5, 6)", b"(200, 5, 6)")
-    for content in (b"", b"text", whole[:1000], damaged, shorter):
+    for content in (b"", b"text", intact[:1000], damaged, shorter):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"is not an \.npz file|array train_images of"):
             load("npz", str(path), "train", None)
@@ -139,8 +139,8 @@ def test_idx_refuses(tmp_path, compressed, images, message):
 def test_idx_refuses_damaged_compression(tmp_path):
     write_idx(tmp_path, random_images(400, 5, 6), np.zeros(400, np.uint8), compressed=True)
     file = tmp_path / "train-images-idx3-ubyte.gz"
-    whole = file.read_bytes()
-    for content in (whole[:2000], b"text", whole[:3000] + b"xxxx" + whole[3004:]):
+    intact = file.read_bytes()
+    for content in (intact[:2000], b"text", intact[:3000] + b"xxxx" + intact[3004:]):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"ubyte\.gz is not a valid idx file"):
             load("idx", str(tmp_path), "train", None)
@@ -180,12 +180,12 @@ def test_load_refuses(arguments, message):
         (random_images(4, 5, 6, 3), LABELS, 3),
     ],
 )
-def test_images_check_themselves(images, labels, classes):
+def test_images_validate_their_arrays(images, labels, classes):
     with pytest.raises(ValueError, match="mine: "):
         Images(images, labels, "mine", "train", classes)
 
 
-def test_resize_is_pillows_bicubic():
+def test_resize_matches_pillows_bicubic():
     images = random_images(3, 12, 10, 3)
     assert resize(images, (12, 10)) is images
     for size in ((6, 5), (24, 31), (1, 1)):
@@ -195,7 +195,7 @@ def test_resize_is_pillows_bicubic():
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda place: place.symlink_to("/dev/zero"), os.mkdir])
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "set.npz"])
-def test_a_pipe_or_a_device_is_no_data_file(tmp_path, name, make):
+def test_pipes_and_devices_are_refused(tmp_path, name, make):
     """Reading would wait for a writer, or never end."""
     write_idx(tmp_path, random_images(4, 5, 6), LABELS)
     (tmp_path / name).unlink(missing_ok=True)

@@ -25,9 +25,9 @@ from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.packed import Packed
 from rope_jax.data.verification import verify
-from tests.images.streams import same, take
+from tests.images.streams import assert_same, take
 from tests.images.test_decode import encode
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 
 AUGMENT = "resized_crop(scale_min=0.3,interpolation=random)+crop(pad=1)+flip"
 
@@ -58,7 +58,7 @@ def names(source):
 
 
 def expect_equal(source, other):
-    """The same labels, names and files, also after a source was sent to a worker."""
+    """Checks equality of labels, names and files, also after sending a source to a worker."""
     assert source.fingerprint() == other.fingerprint()
     assert source.labels.tolist() == other.labels.tolist()
     assert len(sent := pickle.dumps(source)) < 10_000
@@ -71,21 +71,26 @@ def test_folder(tmp_path, held_out):
     written = write_folder(tmp_path, splits=("train", held_out))
     (tmp_path / "train" / ".hidden").mkdir()
     for split, place in (("train", "train"), ("test", held_out)):
-        one = load("folder", str(tmp_path), split, (8, 10))
-        assert (one.size, one.split, one.classes, one.name) == ((8, 10), split, 2, tmp_path.name)
-        assert one.labels.tolist() == [0, 0, 0, 1, 1, 1]  # in the order of the names
-        assert names(one.source) == sorted(name for folder, name in written if folder == place)
-        assert [one.source.read(k) for k in range(6)] == [
-            written[place, name] for name in names(one.source)
+        images = load("folder", str(tmp_path), split, (8, 10))
+        assert (images.size, images.split, images.classes, images.name) == (
+            (8, 10),
+            split,
+            2,
+            tmp_path.name,
+        )
+        assert images.labels.tolist() == [0, 0, 0, 1, 1, 1]  # in the order of the names
+        assert names(images.source) == sorted(name for folder, name in written if folder == place)
+        assert [images.source.read(k) for k in range(6)] == [
+            written[place, name] for name in names(images.source)
         ]
-    assert one.fingerprint().startswith("8x10 of 6 files 2 classes")
-    index = one.source.index
+    assert images.fingerprint().startswith("8x10 of 6 files 2 classes")
+    index = images.source.index
     assert index.is_dir()
-    del one
+    del images
     assert not index.exists()  # a folder leaves no listing behind
 
 
-def test_a_folder_reads_images_of_any_depth_and_counts_other_files(tmp_path, capsys):
+def test_folders_are_read_recursively_and_other_files_counted(tmp_path, capsys):
     cat, image = tmp_path / "train" / "cat", Image.new("RGB", (9, 8), (10, 20, 30))
     for place in (cat / "new" / "deep", cat / ".x", tmp_path / "elsewhere"):
         place.mkdir(parents=True)
@@ -98,8 +103,8 @@ def test_a_folder_reads_images_of_any_depth_and_counts_other_files(tmp_path, cap
     assert (
         verify_main([f"--path={tmp_path}", "--source=folder", "--splits=train", "--workers=0"]) == 0
     )
-    (told,) = (line for line in capsys.readouterr().out.splitlines() if "left out" in line)
-    assert told.endswith(": 3, first cat/Thumbs.db")
+    (message,) = (line for line in capsys.readouterr().out.splitlines() if "left out" in line)
+    assert message.endswith(": 3, first cat/Thumbs.db")
     images = load("folder", str(tmp_path), "train", (4, 4))
     assert names(images.source) == [f"cat/{name}" for name in expected]
     pixels = np.stack([images.example(k)["image"] for k in range(6)]).astype(int)
@@ -118,30 +123,30 @@ FIRST, LAST = (f"train/n00000001/n00000001_{k}.JPEG" for k in (0, 2))
         ),
         lambda place: (place / "train/n00000002").rename(place / "train/n00000003"),
         lambda place: (place / FIRST).write_bytes((place / FIRST).read_bytes()[::-1]),
-        # Nobody writes to the pipe: it is left to training.
+        # Nobody writes to the pipe; training reports it.
         lambda place: (place / FIRST).unlink() or os.mkfifo(place / FIRST),
     ],
     ids=["name", "label", "class", "content", "pipe"],
 )
-def test_copies_have_the_same_fingerprint_and_changed_folders_another(tmp_path, change):
+def test_fingerprints_tell_changes_from_copies(tmp_path, change):
     for name in "abc":
         write_folder(tmp_path / name)
     change(tmp_path / "c")
-    one, copy, other = (
+    original, copy, changed = (
         load("folder", str(tmp_path / name), "train", (8, 8)).fingerprint() for name in "abc"
     )
-    assert one == copy != other
+    assert original == copy != changed
 
 
 def test_fingerprints_compare_the_sizes_of_all_files(tmp_path):
-    """Of which the content of 256 is compared."""
+    """The contents of only 256 files are compared."""
     (tmp_path / "cat").mkdir()
     for k in range(600):
         (tmp_path / "cat" / f"{k:03}.png").write_bytes(b"x")
-    one = lambda: load("folder", str(tmp_path), "train", (8, 8)).fingerprint()
-    before = one()
+    fingerprint = lambda: load("folder", str(tmp_path), "train", (8, 8)).fingerprint()
+    before = fingerprint()
     (tmp_path / "cat" / "001.png").write_bytes(b"xx")
-    assert one() != before
+    assert fingerprint() != before
 
 
 def test_a_folder_without_splits_is_split(tmp_path):
@@ -173,7 +178,7 @@ def test_folder_refuses(tmp_path):
     (tmp_path / "test" / "dog").mkdir()
     with pytest.raises(ValueError, match="has a class 'dog'"):
         Folder(str(tmp_path), "test")
-    # As by torchvision: the images of an empty class are missing, or its folder is no class.
+    # As in torchvision: the images of an empty class are missing, or its folder is not a class.
     (tmp_path / "train" / "dog").mkdir()
     for split in ("train", "test"):
         with pytest.raises(ValueError, match="dog has no images"):
@@ -197,8 +202,8 @@ def test_images_in_the_wrong_folders_are_refused(tmp_path, folders, words):
         Folder(str(tmp_path), "train")
 
 
-def test_the_stream_of_files_is_that_of_their_pixels(tmp_path):
-    """Pictures of the set's size in memory and as (lossless) files: the same stream."""
+def test_files_and_arrays_give_equal_streams(tmp_path):
+    """Pictures of the set's size, in memory and as (lossless) files, give equal streams."""
     pictures = np.random.default_rng(0).integers(0, 256, (6, 12, 12, 3), dtype=np.uint8)
     for k, picture in enumerate(pictures):
         (tmp_path / "train" / f"{k // 3}").mkdir(parents=True, exist_ok=True)
@@ -209,8 +214,8 @@ def test_the_stream_of_files_is_that_of_their_pixels(tmp_path):
     for augment in ("none", "crop(pad=2)+flip", AUGMENT):
         options = {"batch_size": 4, "seed": 3, "augment": augment}
         stream = batches(files, ahead=True, **options)
-        same(take(5, stream), take(5, batches(memory, **options)))
-    same(evaluation_batches(files, batch_size=4), evaluation_batches(memory, batch_size=4))
+        assert_same(take(5, stream), take(5, batches(memory, **options)))
+    assert_same(evaluation_batches(files, batch_size=4), evaluation_batches(memory, batch_size=4))
 
 
 def test_evaluation_crops(tmp_path):
@@ -222,7 +227,7 @@ def test_evaluation_crops(tmp_path):
         np.testing.assert_array_equal(images.example(k)["image"], expected)
 
 
-def test_a_bad_image_is_an_error_that_names_it(tmp_path):
+def test_errors_name_the_bad_image(tmp_path):
     write_folder(tmp_path)
     images = load("folder", str(tmp_path), "train", (8, 8))
     damage(tmp_path, "train/n00000001/n00000001_1.JPEG")
@@ -238,7 +243,7 @@ def test_a_bad_image_is_an_error_that_names_it(tmp_path):
         next(batches(images, batch_size=6, seed=0))
 
 
-def test_a_skipped_image_is_replaced_by_the_next_and_counted(tmp_path):
+def test_skipped_images_are_replaced_and_counted(tmp_path):
     write_folder(tmp_path)
     images = load("folder", str(tmp_path), "train", (8, 8))
     options = {"batch_size": 6, "seed": 0}
@@ -247,7 +252,9 @@ def test_a_skipped_image_is_replaced_by_the_next_and_counted(tmp_path):
     stream = batches(images, bad_images="skip", **options)
     for got, expected in zip(take(3, stream), clean, strict=True):
         replaced, substitute = got["index"] == 2, expected["index"] == 3
-        same([{n: got[n][~replaced] for n in got}], [{n: expected[n][~replaced] for n in got}])
+        assert_same(
+            [{n: got[n][~replaced] for n in got}], [{n: expected[n][~replaced] for n in got}]
+        )
         assert got["label"][replaced].tolist() == [1]
         np.testing.assert_array_equal(got["image"][replaced], expected["image"][substitute])
     assert stream.skipped == {2}
@@ -256,14 +263,14 @@ def test_a_skipped_image_is_replaced_by_the_next_and_counted(tmp_path):
         take(1, batches(images, bad_images="skip", **options))
 
 
-def test_a_skipped_image_is_not_evaluated(tmp_path):
+def test_skipped_images_are_not_evaluated(tmp_path):
     write_folder(tmp_path)
     damage(tmp_path, "test/n00000001/n00000001_2.JPEG")
     images = load("folder", str(tmp_path), "test", (8, 8))
-    one, two = evaluation_batches(images, batch_size=4, bad_images="skip")
-    assert one["mask"].tolist() == [True, True, False, True]
-    assert two["mask"].tolist() == [True, True, False, False]
-    assert not one["image"][2].any()
+    first, second = evaluation_batches(images, batch_size=4, bad_images="skip")
+    assert first["mask"].tolist() == [True, True, False, True]
+    assert second["mask"].tolist() == [True, True, False, False]
+    assert not first["image"][2].any()
 
 
 @pytest.mark.parametrize(("make", "options"), [(batches, {"seed": 0}), (evaluation_batches, {})])
@@ -275,7 +282,7 @@ def test_the_only_image_is_not_skipped(tmp_path, make, options):
         next(make(images, batch_size=3, bad_images="skip", **options))
 
 
-def test_lack_of_memory_is_no_fault_of_an_image(tmp_path, monkeypatch):
+def test_lack_of_memory_is_not_blamed_on_an_image(tmp_path, monkeypatch):
     def lack_memory(image, **_):
         with image._blame():
             raise MemoryError
@@ -298,7 +305,7 @@ def tar(files):
 
 
 def write_archives(place, written):
-    """The official archives of the same pictures: one of archives by synset, one of files.
+    """Writes official archives of the pictures: one of archives by synset, one of files.
 
     Returns the synset and the content of each validation image by name.
     """
@@ -310,7 +317,7 @@ def write_archives(place, written):
     train = tar([(f"{synset}.tar", tar(files)) for synset, files in inner.items()])
     (place / "ILSVRC2012_img_train.tar").write_bytes(train)
     test = [(n.split("/")[0], data) for (split, n), data in written.items() if split == "test"]
-    held_out = {f"ILSVRC2012_val_{k + 1:08}.JPEG": one for k, one in enumerate(test)}
+    held_out = {f"ILSVRC2012_val_{k + 1:08}.JPEG": example for k, example in enumerate(test)}
     files = [(name, data) for name, (_, data) in held_out.items()]
     (place / "ILSVRC2012_img_val.tar").write_bytes(tar(files[::-1]))
     return held_out
@@ -323,7 +330,7 @@ def test_imagenet_archives_are_read_without_unpacking(tmp_path):
         expect_equal(train, Folder(str(tmp_path / "folder"), "train"))
     with pytest.raises(FileNotFoundError, match="labels of the validation images are missing"):
         ImageNet(str(tmp_path / "a"), "test")
-    # The development kit numbers the synsets in an order of its own.
+    # The development kit numbers the synsets in another order.
     rows = [(7, "n00000001"), (3, "n00000002")]
     mat = io.BytesIO()
     savemat(mat, {"synsets": np.array(rows, [("ILSVRC2012_ID", "i4"), ("WNID", "O")])})
@@ -352,13 +359,13 @@ def test_damaged_archives_are_refused(tmp_path, name, content):
         (tmp_path / "archives" / "validation_synsets.txt").write_text("n00000001\n" * 6)
     if not archive.exists():
         archive.write_bytes(gzip.compress(tar([("kit/data/meta.mat", b"")])))
-    whole = archive.read_bytes()
-    archive.write_bytes(whole[: len(whole) // 3] if content is None else content)
+    intact = archive.read_bytes()
+    archive.write_bytes(intact[: len(intact) // 3] if content is None else content)
     with pytest.raises(ValueError, match=r"cannot be read|there are labels of 6"):
         ImageNet(str(tmp_path / "archives"), "train" if "train" in name else "test")
 
 
-def shortened(picture):
+def shorten(picture):
     width, height = (max(1, s * 24 // min(picture.shape[:2])) for s in picture.shape[1::-1])
     return Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -367,11 +374,11 @@ def shortened(picture):
     ("options", "expected"),
     [
         ({"side": 0}, lambda picture: picture),
-        ({"side": 24}, shortened),
+        ({"side": 24}, shorten),
         ({"side": 20, "square": True}, lambda picture: crop_pixels(picture, centre, (20, 20))),
     ],
 )
-def test_packed_images_are_the_pictures_resized_once(tmp_path, options, expected):
+def test_packed_images_are_resized_once(tmp_path, options, expected):
     write_folder(tmp_path / "set")
     source = Folder(str(tmp_path / "set"), "train")
     prepare(source, tmp_path / "packed", shard_images=4, **options)
@@ -383,24 +390,24 @@ def test_packed_images_are_the_pictures_resized_once(tmp_path, options, expected
         picture = np.asarray(expected(decode_image(source.read(k))))
         np.testing.assert_array_equal(packed.read(k), picture)
         np.testing.assert_array_equal(sent.read(k), picture)
-    if options == {"side": 0}:  # the stream is that of the files
-        sets = [one.streamed((12, 12)) for one in (source, packed)]
-        same(*(take(4, batches(x, batch_size=5, seed=0, augment=AUGMENT)) for x in sets))
+    if options == {"side": 0}:  # streams equal those of the files
+        sets = [either.streamed((12, 12)) for either in (source, packed)]
+        assert_same(*(take(4, batches(x, batch_size=5, seed=0, augment=AUGMENT)) for x in sets))
 
 
-def test_a_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch, capsys):
     write_folder(tmp_path / "set")
     source = Folder(str(tmp_path / "set"), "train")
     prepare(source, tmp_path / "whole", shard_images=2)
-    read, seen = Folder.read, []
+    read, read_examples = Folder.read, []
 
-    def failing(self, example):
-        seen.append(example)
-        if len(seen) == 4:
+    def read_until_interrupt(self, example):
+        read_examples.append(example)
+        if len(read_examples) == 4:
             raise KeyboardInterrupt
         return read(self, example)
 
-    monkeypatch.setattr(Folder, "read", failing)
+    monkeypatch.setattr(Folder, "read", read_until_interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare(source, tmp_path / "packed", shard_images=2)
     with pytest.raises(FileNotFoundError, match="not finished"):
@@ -408,15 +415,15 @@ def test_a_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"in another way .*'side': 256.* now .*'side': 24"):
         prepare(source, tmp_path / "packed", shard_images=2, side=24)
     prepare(source, tmp_path / "packed", shard_images=2)
-    assert seen == [0, 1, 2, 3, 2, 3, 4, 5]  # the first shard was there
-    left, right = (
+    assert read_examples == [0, 1, 2, 3, 2, 3, 4, 5]  # the first shard existed
+    uninterrupted, resumed = (
         {file.name: file.read_bytes() for file in (tmp_path / name / "train").iterdir()}
         for name in ("whole", "packed")
     )
-    assert left == right
+    assert uninterrupted == resumed
     prepare(source, tmp_path / "packed", shard_images=2)
     assert "is there already" in capsys.readouterr().out
-    assert len(seen) == 8
+    assert len(read_examples) == 8
 
 
 @pytest.fixture
@@ -433,22 +440,22 @@ def verify_packed(folder):
 
 
 @pytest.mark.parametrize("name", ["labels.npy", "shapes.npy", "names.npy", "ends.npy"])
-def test_an_index_whose_entries_are_swapped_is_refused(packed, name, capsys):
-    """Of the same length and with the same values, in another order."""
+def test_an_index_with_swapped_entries_is_refused(packed, name, capsys):
+    """The entries keep length and values, in another order."""
     np.save(packed / name, np.load(packed / name)[::-1])
-    with refused(capsys, f"{name} was changed after it was written"):
+    with expect_refusal(capsys, f"{name} was changed after it was written"):
         verify_packed(packed)
 
 
-def test_packed_refuses_what_is_not_whole(packed, capsys):
+def test_packed_refuses_changed_files(packed, capsys):
     before = Packed(str(packed.parent), "train").fingerprint()
-    shard, about = packed / "images-00000.bin", packed / "about.json"
-    content, text = bytearray(shard.read_bytes()), about.read_text()
+    shard, metadata = packed / "images-00000.bin", packed / "about.json"
+    content, text = bytearray(shard.read_bytes()), metadata.read_text()
     content[1000] ^= 1
-    shard.write_bytes(content)  # is left to a command, as the shards are large
+    shard.write_bytes(content)  # only a command verifies it, as shards are large
     assert verify_packed(packed) == 1
     assert "damaged: train images-00000.bin: its checksum" in capsys.readouterr().out
-    about.write_text(text.replace("n00000001", "n00000009"))  # another set
+    metadata.write_text(text.replace("n00000001", "n00000009"))  # another set
     assert Packed(str(packed.parent), "train").fingerprint() != before
     shard.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=r"images-00000\.bin was changed"):
@@ -460,13 +467,13 @@ def test_packed_refuses_what_is_not_whole(packed, capsys):
         *(text[:100], "[" * 100_000, "", "{}", text.replace('"format": 2', '"format": 1')),
         *(elsewhere, *(json.dumps(json.loads(text) | change) for change in changes)),
     ):
-        about.write_text(other)
+        metadata.write_text(other)
         with pytest.raises(ValueError, match=r"about\.json (is not|was changed)"):
             Packed(str(packed.parent), "train")
 
 
-def test_a_shard_that_is_cut_while_it_is_read_is_named(packed):
-    """Where files were mapped, it would end the process (SIGBUS)."""
+def test_a_shard_truncated_during_reading_is_named(packed):
+    """Mapped files would end the process with SIGBUS."""
     opened = Packed(str(packed.parent), "train")
     first = opened.read(0)
     os.truncate(packed / "images-00000.bin", first.nbytes)
@@ -476,7 +483,7 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named(packed):
 
 
 @pytest.mark.parametrize("option", ["bad_images", "interpolation"])
-def test_a_preparation_refuses_unknown_words(tmp_path, option):
+def test_preparation_refuses_unknown_values(tmp_path, option):
     write_folder(tmp_path / "set")
     source = Folder(str(tmp_path / "set"), "train")
     with pytest.raises(ValueError, match=f"{option} must be one of .*, not 'eror'"):
@@ -492,9 +499,9 @@ def test_a_preparation_refuses_unknown_words(tmp_path, option):
         (lambda path: path.touch() or os.truncate(path, 200_000_000), "has 200,000,000 bytes"),
     ],
 )
-def test_only_regular_files_of_a_limited_size_are_images(tmp_path, make, reason):
+def test_images_are_regular_files_of_limited_size(tmp_path, make, reason):
     write_folder(tmp_path, splits=("train",))
-    (tmp_path / "train" / "n00000001" / "0.jpg").mkdir()  # no image, as in any viewer of folders
+    (tmp_path / "train" / "n00000001" / "0.jpg").mkdir()  # a folder is not an image
     make(tmp_path / "train" / "n00000001" / "a.jpg")
     (bad,) = verify(Folder(str(tmp_path), "train"), workers=0)["bad"]
     assert bad["name"] == "n00000001/a.jpg"
@@ -512,24 +519,24 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     assert verify_main([*arguments, report]) == 1
     assert "1 of 3 classes have no images" in capsys.readouterr().out
     train, test = json.loads((tmp_path / "report.json").read_text())
-    bad = [one["name"] for one in train["bad"] + test["bad"]]
+    bad = [entry["name"] for entry in train["bad"] + test["bad"]]
     assert bad == ["n00000001/n00000001_1.JPEG", "n00000002/n00000002_0.JPEG"]
-    with refused(capsys, "nothing does not exist"):
+    with expect_refusal(capsys, "nothing does not exist"):
         verify_main(["--source=folder", f"--path={tmp_path / 'nothing'}"])
-    # What verify lists is what prepare refuses, and leaves out where it is told to.
+    # prepare refuses the images that verify lists, or skips them on request.
     packing = [*arguments, f"--out={tmp_path / 'packed'}"]
-    with refused(capsys, "train/empty has no images"):
+    with expect_refusal(capsys, "train/empty has no images"):
         prepare_main(packing)
     packing.append("--allow_empty")
     with pytest.raises(SystemExit, match="1"):
         prepare_main(packing)
     assert "1 of 6 images cannot be used" in capsys.readouterr().err
-    prepare_main([*packing, "--bad_images=skip"])  # goes on from there
+    prepare_main([*packing, "--bad_images=skip"])  # resumes
     packed = Packed(str(tmp_path / "packed"), "train")
     assert (len(packed.labels), packed.about["skipped"][0][1]) == (5, bad[0])
 
 
-def test_tfds_and_a_folder_of_the_same_images_are_one_set(tmp_path):
+def test_tfds_and_folders_give_equal_sets(tmp_path):
     reason = "needs tensorflow-datasets (the extra `data`)"
     tfds = pytest.importorskip("tensorflow_datasets", reason=reason)
     written = write_folder(tmp_path / "folder")
@@ -548,9 +555,9 @@ def test_tfds_and_a_folder_of_the_same_images_are_one_set(tmp_path):
         def _split_generators(self, manager):
             return {name: self._generate_examples(name) for name in ("train", "test")}
 
-        def _generate_examples(self, wanted):
+        def _generate_examples(self, requested):
             for (split, name), data in written.items():
-                if split == wanted:
+                if split == requested:
                     label, file = name.split("/")
                     yield name, {"image": io.BytesIO(data), "label": label, "file_name": file}
 

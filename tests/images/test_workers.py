@@ -1,4 +1,4 @@
-"""Worker processes: the same stream at any number of them, and their end."""
+"""Worker processes: equal streams for any number of them, and their end."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ import pytest
 from rope_jax.data import BadImages, batches, evaluation_batches, load
 from rope_jax.data.jobs import run_jobs
 from rope_jax.data.workers import DeadWorker
-from tests.images.streams import same, take
+from tests.images.streams import assert_same, take
 from tests.images.test_streamed import write_folder
 
 pytest.importorskip("grain", reason="needs grain (the extra `data`)")
@@ -33,17 +33,19 @@ def pictures(tmp_path_factory):
     return place
 
 
-def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
+def test_streams_do_not_depend_on_the_number_of_workers(pictures):
     images = load("folder", str(pictures), "train", (12, 12))
     with batches(images, workers=2, **OPTIONS) as stream:
-        same(take(6, stream), take(6, batches(images, **OPTIONS)))
+        assert_same(take(6, stream), take(6, batches(images, **OPTIONS)))
     assert not multiprocessing.active_children()
     held_out = load("folder", str(pictures), "test", (12, 12))
-    same(*(evaluation_batches(held_out, batch_size=20, workers=workers) for workers in (1, 0)))
+    assert_same(
+        *(evaluation_batches(held_out, batch_size=20, workers=workers) for workers in (1, 0))
+    )
     assert not multiprocessing.active_children()
 
 
-def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
+def test_bad_images_and_killed_workers_are_reported(pictures):
     (pictures / "train" / "00" / "bad.png").write_bytes(b"no image")
     images = load("folder", str(pictures), "train", (12, 12))
     with pytest.raises(BadImages, match=r"\(00/bad.png\) cannot be used"):
@@ -61,7 +63,7 @@ def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
     assert not multiprocessing.active_children()
 
 
-def test_a_job_whose_worker_is_killed_says_what_to_change():
+def test_a_killed_job_worker_is_reported_with_advice():
     with pytest.raises(DeadWorker, match="use fewer with --workers"):
         list(run_jobs(os._exit, [(9,)], workers=1))
     assert not multiprocessing.active_children()
@@ -82,7 +84,7 @@ def main():
     print("ready", flush=True)
     while not stopped:
         next(stream)
-    for _ in range(20):  # what a run does that is asked to stop
+    for _ in range(20):  # as a run that was asked to stop
         next(stream)
     print("saved", flush=True)
     sys.stdin.readline()
@@ -92,7 +94,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_outlive_signals_and_not_their_parent(pictures, tmp_path):
+def test_workers_survive_signals_but_not_their_parent(pictures, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     with subprocess.Popen(
         [sys.executable, tmp_path / "program.py", pictures],
@@ -105,7 +107,7 @@ def test_workers_outlive_signals_and_not_their_parent(pictures, tmp_path):
         assert process.stdout.readline() == "ready\n"
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 1
-        # To all of them, as a terminal does, or a batch system.
+        # Signals go to all of them, as from a terminal or a batch system.
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.killpg(process.pid, number)
         os.killpg(process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The pairs of tokens that attend, by loops written from the patterns' definitions."""
+"""The pairs of tokens that attend, by loops that follow the patterns' definitions."""
 
 import functools
 
@@ -52,9 +52,9 @@ def axes(pattern, grid):
 
 
 def places(length, size, shift):
-    """The window of each token of an axis, and its place there.
+    """The window of each token of an axis, and its place in the window.
 
-    Tokens that the roll brought from the other side of the map are apart.
+    Tokens that the roll brought from the other side of the map form windows of their own.
     """
     padded = -(-length // size) * size
     rolled = [(i - shift) % padded for i in range(length)]
@@ -62,7 +62,7 @@ def places(length, size, shift):
 
 
 def token_coords(pattern, grid):
-    """Row of `rotation.coords` that places each token."""
+    """The row of `rotation.coords` of each token."""
     if not isinstance(pattern, Window):
         return np.arange(grid[0] * grid[1])
     (_, ly), (_, lx) = (places(n, *axis) for n, axis in zip(grid, axes(pattern, grid), strict=True))

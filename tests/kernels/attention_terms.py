@@ -1,13 +1,13 @@
-"""How large the terms are that attention and its gradients sum up: the measure of their rounding.
+"""Sizes of the terms that attention and its gradients sum up, as a measure of rounding.
 
 Each term of a sum is rounded by itself, so that the error of the sum is about one rounding of the
 root of the sum of the squares of its terms, however small the sum is. Where terms cancel, as in the
 gradient of a query that attends to one key, which is zero, the result is no measure of its error.
 
-Here are those squares, in float64, from the definition over the pairs that attend. What enters a
-term has an error of its own, whose squares are added: those of angles, of turned rows, of products
-of rows, of the output, and of weights, whose relative error is that of their logit and of the
-logarithm of their sum, which kernels keep for the backward pass.
+This module computes those squares in float64, from the definition over the pairs that attend. The
+operands of a term have errors too, whose squares are added: those of angles, of turned rows, of
+products of rows, of the output, and of weights, whose relative error is that of their logit and of
+the logarithm of their sum, which kernels keep for the backward pass.
 """
 
 import numpy as np
@@ -35,20 +35,32 @@ def term_sizes(pattern, places, qkv, coords, freqs, bias, cotangent, *, pairing,
             turn = Turn(coords[token_coords(pattern, grid)], freqs[head % len(freqs)], pairing)
         table = None if bias is None else bias[head]
         examples = [
-            squares_of_terms(*(x[example, head] for x in rows), found_pairs, turn, table, scale)
+            term_squares(*(x[example, head] for x in rows), found_pairs, turn, table, scale)
             for example in range(batch)
         ]
-        of_data = {name: max(one[name].max() for one in examples) for name in ("out", "qkv")}
+        data_squares = {
+            name: max(squares_of_head[name].max() for squares_of_head in examples)
+            for name in ("out", "qkv")
+        }
         squares.append(
-            of_data | {name: sum(one[name] for one in examples) for name in ("freqs", "bias")}
+            data_squares
+            | {
+                name: sum(squares_of_head[name] for squares_of_head in examples)
+                for name in ("freqs", "bias")
+            }
         )
     join = np.sum if freqs is not None and len(freqs) == 1 else np.max
-    largest = {name: np.max([one[name] for one in squares]) for name in ("out", "qkv", "bias")}
-    largest["freqs"] = np.max(join([one["freqs"] for one in squares], axis=0))
+    largest = {
+        name: np.max([squares_of_head[name] for squares_of_head in squares])
+        for name in ("out", "qkv", "bias")
+    }
+    largest["freqs"] = np.max(
+        join([squares_of_head["freqs"] for squares_of_head in squares], axis=0)
+    )
     return {name: float(np.sqrt(square)) for name, square in largest.items()}
 
 
-def squares_of_terms(q, k, v, dout, found_pairs, turn, table, scale):
+def term_squares(q, k, v, dout, found_pairs, turn, table, scale):
     """Sums of squared terms of one head of an example: rows [L, D], a table [entries] or None."""
     q_at, k_at, entry = found_pairs
     over_keys, over_queries = (
@@ -77,7 +89,7 @@ def squares_of_terms(q, k, v, dout, found_pairs, turn, table, scale):
     dv = over_queries((weights**2 * errors)[:, None] * dout[q_at] ** 2)
     freqs = bias = np.zeros(1)
     if turn is not None:
-        freqs = turn.of_freqs(q, dq) + turn.of_freqs(k, dk)
+        freqs = turn.freqs_squares(q, dq) + turn.freqs_squares(k, dk)
         dq, dk = turn.squares(dq), turn.squares(dk)
     if table is not None:
         bias = totals(entry, of_logits, len(table))
@@ -119,8 +131,8 @@ class Turn:
         turned[:, self.second] = b * self.cos_square + a * self.sin_square
         return turned
 
-    def of_freqs(self, turned, gradient):
-        """Those of the gradient of the frequencies, [A, R], from turned rows and their gradient's.
+    def freqs_squares(self, turned, gradient):
+        """Squares for the gradient of the frequencies, [A, R], from turned rows and their gradient.
 
         The gradient of an angle is a db - b da.
         """

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Kernels run in interpret mode."""
+    """Runs kernels in interpret mode."""
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
 
 
@@ -24,13 +24,13 @@ def kernel(request, interpreted):
 
 @pytest.fixture(params=["triton", pytest.param("mosaic", marks=pytest.mark.slow)])
 def a_kernel(request, interpreted):
-    """As `kernel`, where mosaic is slow: for properties of the operation around a kernel."""
+    """A kernel for properties of the surrounding operation; mosaic is slow."""
     return request.param
 
 
 @pytest.fixture
 def unchecked_annotations():
-    """Without the checks of annotations, which come before the functions' own errors."""
+    """Disables the checks of annotations, which precede the functions' own errors."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

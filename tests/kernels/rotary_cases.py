@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.model_shapes import LAYERS
 
-# The compiler of users, for tests that compare the bits of two programs: most programs of tests are
-# compiled without the optimisations that contract products and sums (tests/conftest.py).
+# The compiler options of users, for tests that compare the bits of two programs: most programs of
+# tests are compiled without the optimisations that contract products and sums (tests/conftest.py).
 AS_USERS = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
@@ -51,7 +51,7 @@ def angles(coords, freqs):
     return np.einsum("la,nar->nlr", coords.astype(np.float64), freqs.astype(np.float64))
 
 
-def laid_out(x, layout):
+def to_layout(x, layout):
     return x if layout == "BLND" else x.swapaxes(1, 2)
 
 
@@ -100,12 +100,12 @@ class Case:
         return ",".join(changed) or "default"
 
     def shape(self):
-        """Of q, in the case's layout."""
+        """The shape of q, in the case's layout."""
         middle = (self.tokens, self.heads) if self.layout == "BLND" else (self.heads, self.tokens)
         return (self.batch, *middle, self.head_dim)
 
     def data(self, seed, count):
-        """Arrays in [B, L, N, D], whatever the layout, in the case's dtype."""
+        """Arrays [B, L, N, D] in any layout, in the case's dtype."""
         return draw(
             seed,
             *[(self.batch, self.tokens, self.heads, self.head_dim)] * count,
@@ -124,10 +124,10 @@ class Case:
 
 @st.composite
 def any_case(draw, step=1, **options):
-    """A case of multiples of `step` pairs, and of `step` channels that do not turn."""
+    """A case with multiples of `step` pairs and of `step` channels that do not turn."""
     number = lambda low, high: draw(st.integers(low, high))
     pairs = step * number(1, 20 // step)
-    drawn = {
+    sizes = {
         "batch": number(1, 6),
         "tokens": number(1, 70),
         "heads": number(1, 5),
@@ -138,7 +138,7 @@ def any_case(draw, step=1, **options):
         "pairing": draw(st.sampled_from(["half", "interleaved"])),
         "layout": draw(st.sampled_from(["BLND", "BNLD"])),
     }
-    return Case(**drawn | options)
+    return Case(**sizes | options)
 
 
 # Small enough to interpret.
@@ -182,7 +182,7 @@ CASES = [
 ]
 
 
-def of_layer(name, batch, **options):
+def layer_case(name, batch, **options):
     """The case of a model's layer."""
     layer = LAYERS[name]
     sizes = {"heads": layer.heads, "head_dim": layer.head_dim, "pairs": layer.pairs}
@@ -191,8 +191,8 @@ def of_layer(name, batch, **options):
 
 # Layers of models, and shapes that divide nothing. For a GPU, real or compiled for.
 MODEL_CASES = [
-    of_layer("vit_s_12_heads", 128),
-    of_layer("vit_s_class_token", 64, pairs=32, pairing="interleaved", prefix=1),
+    layer_case("vit_s_12_heads", 128),
+    layer_case("vit_s_class_token", 64, pairs=32, pairing="interleaved", prefix=1),
     Case(batch=512, tokens=49, heads=3, head_dim=32, pairs=8, layout="BNLD", dtype="float16"),
     Case(batch=8, tokens=3136, heads=3, head_dim=64, pairs=16, dtype="float32"),
     Case(
@@ -216,13 +216,13 @@ MODEL_CASES = [
         layout="BNLD",
         dtype="bfloat16",
     ),
-    of_layer("vit_s_rope_mixed", 16, layout="BNLD", dtype="float32"),
+    layer_case("vit_s_rope_mixed", 16, layout="BNLD", dtype="float32"),
     Case(batch=32, tokens=784, heads=4, head_dim=128, pairs=32, dtype="float16"),
 ]
 
 
-def served_by(implementation, case):
-    """Whether an implementation serves a case; "mosaic" needs what the copy engine can address."""
+def serves(implementation, case):
+    """True if an implementation serves a case; "mosaic" needs sizes of its copy engine."""
     itemsize = jnp.dtype(case.dtype).itemsize
     halves = case.head_dim > 2 * case.pairs or case.pairs * itemsize % 16 == 0
     fits = (
@@ -239,16 +239,16 @@ def run(case, implementation, q, k, coords, freqs):
     """rotate() of arrays in [B, L, N, D], back in [B, L, N, D]."""
     rotation = Rotation(coords, freqs, case.pairing)
     out = rotate(
-        *(laid_out(x, case.layout) for x in (q, k)),
+        *(to_layout(x, case.layout) for x in (q, k)),
         rotation,
         layout=case.layout,
         implementation=implementation,
     )
-    return tuple(laid_out(x, case.layout) for x in out)
+    return tuple(to_layout(x, case.layout) for x in out)
 
 
 def check_forward(case, implementation):
-    """Values, rounding, untouched channels and tokens, NaN stays in place."""
+    """Checks values, rounding, untouched channels and tokens, and that NaN stays in place."""
     q, k = case.data(0, 2)
     coords, freqs = case.coords_and_freqs()
     f = jax.jit(lambda *args: run(case, implementation, *args))
@@ -281,7 +281,7 @@ def check_forward(case, implementation):
 
 
 def check_packed(case, implementation):
-    """rotate_qkv is rotate on the parts, bit for bit by kernels, and leaves v alone.
+    """Checks that rotate_qkv equals rotate on the parts, bit for bit by kernels, and keeps v.
 
     XLA may contract products with sums in one program and not in the other, which can round a
     result to its neighbour.
@@ -300,14 +300,14 @@ def check_packed(case, implementation):
     for i, x in enumerate(out):
         if implementation == "xla":
             eps = float(jnp.finfo(x.dtype).eps)
-            both = (np.asarray(y, np.float32) for y in (packed[:, :, i], x))
-            np.testing.assert_allclose(*both, rtol=eps, atol=1e-6)
+            pair = (np.asarray(y, np.float32) for y in (packed[:, :, i], x))
+            np.testing.assert_allclose(*pair, rtol=eps, atol=1e-6)
         else:
             assert np.array_equal(bits(packed)[:, :, i], bits(x))
 
 
 def assert_turned(result, exact, case):
-    """The result is `exact`, up to the rounding of the case's dtype."""
+    """Checks that the result is `exact`, up to the rounding of the case's dtype."""
     if case.dtype == "float32":
         np.testing.assert_allclose(result, exact, rtol=1e-5, atol=5e-6)
     else:
@@ -315,13 +315,13 @@ def assert_turned(result, exact, case):
 
 
 def check_by_angles(case, implementation, theta_dtype):
-    """rotate_by_angles: values, and gradients of data and theta."""
+    """Checks values of rotate_by_angles, and gradients of data and theta."""
     x, g = case.data(3, 2)
     theta = angles(*case.coords_and_freqs()).astype(jnp.dtype(theta_dtype))
     kwargs = {"pairing": case.pairing, "layout": case.layout, "implementation": implementation}
     f = jax.jit(
-        lambda x, theta: laid_out(
-            rotate_by_angles(laid_out(x, case.layout), theta, **kwargs), case.layout
+        lambda x, theta: to_layout(
+            rotate_by_angles(to_layout(x, case.layout), theta, **kwargs), case.layout
         )
     )
     gradients = jax.jit(lambda x, theta, g: jax.vjp(f, x, theta)[1](g))
@@ -345,7 +345,7 @@ def theta_gradient(case, x, g, theta):
 
 
 def exact_gradients(case, cotangents, q, k, coords, freqs):
-    """Those of q, k, coords and freqs, in float64."""
+    """Gradients of q, k, coords and freqs, in float64."""
     theta = angles(coords, freqs)
     parts = zip((q, k), cotangents, strict=True)
     dtheta = sum(theta_gradient(case, x, g, theta) for x, g in parts)
@@ -358,7 +358,7 @@ def exact_gradients(case, cotangents, q, k, coords, freqs):
 
 
 def assert_as_exact_as(results, plain, exact):
-    """Errors are at most twice those of "xla" in the same precision."""
+    """Checks that errors are at most twice those of "xla" in the same precision."""
     for x, reference, true in zip(results, plain, exact, strict=True):
         assert (x.shape, x.dtype) == (reference.shape, reference.dtype)
         x, reference = (np.asarray(a, np.float64) for a in (x, reference))
@@ -368,7 +368,7 @@ def assert_as_exact_as(results, plain, exact):
 
 
 def check_gradients(case, implementation):
-    """Gradients of q, k, coords and freqs, against float64 and "xla" in the same precision."""
+    """Checks gradients of q, k, coords and freqs by float64 and "xla" in the same precision."""
     q, k, gq, gk = case.data(4, 4)
     coords, freqs = case.coords_and_freqs()
     gradients = lambda implementation: jax.jit(

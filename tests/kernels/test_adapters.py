@@ -16,7 +16,7 @@ ROTATION = Rotation(
 X = np.random.default_rng(1).standard_normal((2, 6, 16)).astype(np.float32)
 
 
-def test_nnx_and_linen_modules_rotate():
+def test_flax_modules_rotate():
     attend = flax_attention_fn(ROTATION)
     module = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module)
@@ -30,11 +30,11 @@ def test_nnx_and_linen_modules_rotate():
         ]
         return module(x), *expected
 
-    ours, rotated, plain = outputs(X)
-    np.testing.assert_allclose(ours, rotated, atol=1e-6)
-    assert np.abs(ours - plain).max() > 1e-3
-    theirs = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
-    out, _ = jax.eval_shape(lambda x: theirs.init_with_output(jax.random.key(0), x, x), X)
+    result, rotated, plain = outputs(X)
+    np.testing.assert_allclose(result, rotated, atol=1e-6)
+    assert np.abs(result - plain).max() > 1e-3
+    linen_module = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
+    out, _ = jax.eval_shape(lambda x: linen_module.init_with_output(jax.random.key(0), x, x), X)
     assert out.shape == X.shape
 
 
@@ -46,12 +46,12 @@ def test_windows_need_the_grid():
     q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 12, 2, 8)), jnp.float32)
 
     @jax.jit
-    def both(q):
+    def attend_twice(q):
         as_map = [q.reshape(1, 4, 3, 2, 8)] * 3
         return attend(q, q, q), attention(*as_map, pattern=window, rotation=ROTATION)
 
-    ours, expected = both(q)
-    np.testing.assert_allclose(ours, expected.reshape(q.shape), atol=1e-6)
+    result, expected = attend_twice(q)
+    np.testing.assert_allclose(result, expected.reshape(q.shape), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_windows_need_the_grid():
         ({"module": object()}, "attention weights"),
     ],
 )
-def test_what_is_not_supported_is_refused(settings, message):
+def test_unsupported_arguments_are_refused(settings, message):
     q = jnp.ones((1, 6, 2, 8))
     with pytest.raises(ValueError, match=message):
         flax_attention_fn(ROTATION)(q, q, q, **settings)

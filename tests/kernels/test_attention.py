@@ -63,7 +63,7 @@ def pad(x, shape):
 
 
 def definition(q, k, v, cotangent, bias, freqs, coords, *, pattern, grid, scale=SCALE):
-    """By the definition: the output, and the gradients of q, k, v [B, L, N, D], bias and freqs."""
+    """The output and gradients of q, k, v [B, L, N, D], bias and freqs, by the definition."""
     length, most, entries = q.shape[1], 225, 225
     allowed, index = np.eye(most, dtype=bool), np.zeros((most, most), int)
     allowed[:length, :length] = False
@@ -80,13 +80,13 @@ def definition(q, k, v, cotangent, bias, freqs, coords, *, pattern, grid, scale=
 
 
 def output(q, k, v, bias, pattern, grid):
-    """By the definition, without a rotation and with the usual scale."""
+    """The output by the definition, without a rotation and with the usual scale."""
     still = np.zeros((N, A, R)), np.zeros((q.shape[1], A))
     terms = {"pattern": pattern, "grid": grid, "scale": D**-0.5}
     return definition(q, k, v, v, np.float64(bias), *still, **terms)[0]
 
 
-def places_of(pattern, grid):
+def token_shape(pattern, grid):
     """The shape of the tokens of one example."""
     return (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
 
@@ -122,9 +122,9 @@ FAST = [
 
 
 @pytest.mark.parametrize("name", covering(CASES, FAST))
-def test_values_and_gradients_are_those_of_the_definition(name):
+def test_values_and_gradients_match_the_definition(name):
     pattern, grid = CASES[name]
-    places = places_of(pattern, grid)
+    places = token_shape(pattern, grid)
     shape, shape_of_map = (B, grid[0] * grid[1], N, D), (B, *places, N, D)
     tables = pattern.bias_shape(N, places), (N, A, R), (pattern.rotated_tokens(places), A)
     q, k, v, g, bias, freqs, coords = draw(0, *[shape] * 4, *tables, dtype=np.float64)
@@ -146,8 +146,8 @@ def test_values_and_gradients_are_those_of_the_definition(name):
         q, k, v, g, bias, freqs, coords, pattern=pattern, grid=grid
     )
     np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-10)
-    for name, *both in zip(NAMES, gradients, expected_gradients, strict=True):
-        np.testing.assert_allclose(*both, rtol=1e-9, atol=1e-9, err_msg=name)
+    for name, *gradient_pair in zip(NAMES, gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(*gradient_pair, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -160,7 +160,7 @@ def test_precision(case):
     name, dtype = case
     tolerance = TOLERANCES[dtype]
     pattern, grid = CASES[name]
-    places = places_of(pattern, grid)
+    places = token_shape(pattern, grid)
     qkv, bias = draw(1, (B, *places, 3, N, D), pattern.bias_shape(N, places))
     qkv = qkv.astype(jnp.dtype(dtype))
     out = jax.jit(functools.partial(attention_qkv, pattern=pattern))(qkv, bias=bias)
@@ -179,19 +179,19 @@ GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "natten.json")
 @pytest.mark.parametrize(
     "case", GOLDEN, ids=lambda case: "L{length}-K{kernel}-d{dilation}".format(**case)
 )
-def test_neighborhoods_are_nattens(case):
-    """Those of the definition by loops, to which the tests below compare."""
+def test_neighborhoods_match_natten(case):
+    """Tests the loops of the definition, with which the tests below compare."""
     length, kernel = case["length"], case["kernel"]
-    found = pairs(Neighborhood((1, kernel), (1, case["dilation"])), (1, length))
-    of_queries = [[pair for pair in found if pair[0] == query] for query in range(length)]
-    assert [len(x) for x in of_queries] == [kernel] * length
-    assert [x[0][1] for x in of_queries] == case["start"]
-    assert [x[0][2] for x in of_queries] == case["rpb0"]
+    attending = pairs(Neighborhood((1, kernel), (1, case["dilation"])), (1, length))
+    by_query = [[pair for pair in attending if pair[0] == query] for query in range(length)]
+    assert [len(x) for x in by_query] == [kernel] * length
+    assert [x[0][1] for x in by_query] == case["start"]
+    assert [x[0][2] for x in by_query] == case["rpb0"]
 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @hypothesis.given(length=st.integers(1, 40), kernel=st.integers(1, 13), dilation=st.integers(1, 12))
-def test_every_halo_holds_exactly_the_neighborhoods(length, kernel, dilation):
+def test_halos_hold_exactly_the_neighborhoods(length, kernel, dilation):
     axis = neighborhood.plan_axis(length, kernel, dilation)
     for i in range(length):
         r, member = i % axis.classes, i // axis.classes
@@ -209,9 +209,9 @@ def test_every_halo_holds_exactly_the_neighborhoods(length, kernel, dilation):
 @pytest.mark.parametrize(
     "name", ["global", "window pads a whole region", "neighborhood dilated, ragged"]
 )
-def test_extreme_logits_stay_finite_and_pick_the_best_key(name):
+def test_extreme_logits_stay_finite(name):
     pattern, grid = CASES[name]
-    places = places_of(pattern, grid)
+    places = token_shape(pattern, grid)
     q, k, v = np.float16(draw(6, *[(B, *places, N, D)] * 3))
     q, k = 300 * q, 300 * k  # products beyond float16's largest number
 
@@ -229,7 +229,7 @@ def test_extreme_logits_stay_finite_and_pick_the_best_key(name):
     np.testing.assert_allclose(out, exact, rtol=2e-2, atol=2e-2)
 
 
-def test_neighborhoods_take_a_fifth_of_the_memory_of_gathered_keys():
+def test_neighborhoods_need_a_fifth_of_the_memory_of_gathered_keys():
     shape = (1, 56, 56, 2, 32)
     loss = lambda q, k, v: attention(q, k, v, pattern=Neighborhood((7, 7))).sum()
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 3
@@ -244,23 +244,23 @@ FLAT, MAP = ones((B, 6, N, D)), ones((B, 4, 5, N, D))
 NEAR, PART = Neighborhood((3, 3)), Window((2, 9))
 
 
-def turned(tokens, heads=N):
+def make_rotation(tokens, heads=N):
     return Rotation(ones((tokens, A)), ones((heads, A, R)))
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_sizes_are_kept_as_plain_integers():
-    """So that lists, and what NumPy computes, make patterns that can be compared and hashed."""
+def test_sizes_become_plain_integers():
+    """Patterns made from lists and NumPy's integers can therefore be compared and hashed."""
     for pattern in (Window, Neighborhood):
-        made, wanted = pattern([np.int64(7), 5], [3, np.int64(2)]), pattern((7, 5), (3, 2))
-        assert (hash(made), repr(made)) == (hash(wanted), repr(wanted))
+        converted, expected = pattern([np.int64(7), 5], [3, np.int64(2)]), pattern((7, 5), (3, 2))
+        assert (hash(converted), repr(converted)) == (hash(expected), repr(expected))
         assert pattern(np.int64(7), 3) == pattern((7, 7), (3, 3))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_heads_may_share_a_bias(name):
     pattern, grid = CASES[name]
-    places = places_of(pattern, grid)
+    places = token_shape(pattern, grid)
     qkv, bias = draw(3, (B, *places, 3, N, D), (1, *pattern.bias_shape(1, places)[1:]))
 
     @jax.jit
@@ -276,7 +276,7 @@ def test_heads_may_share_a_bias(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_batch_may_be_empty(name):
     pattern, grid = CASES[name]
-    places = places_of(pattern, grid)
+    places = token_shape(pattern, grid)
     tables = pattern.bias_shape(N, places), (N, A, R), (pattern.rotated_tokens(places), A)
     qkv, bias, freqs, coords = draw(3, (0, *places, 3, N, D), *tables)
 
@@ -286,8 +286,8 @@ def test_a_batch_may_be_empty(name):
         assert out.shape == (0, *places, N, D)
         return out.sum()
 
-    of_qkv, *others = jax.jit(jax.grad(attend, (0, 1, 2)))(qkv, bias, freqs)
-    assert of_qkv.shape == qkv.shape
+    d_qkv, *others = jax.jit(jax.grad(attend, (0, 1, 2)))(qkv, bias, freqs)
+    assert d_qkv.shape == qkv.shape
     assert not any(np.any(x) for x in others)
 
 
@@ -318,12 +318,17 @@ def test_a_batch_may_be_empty(name):
         ([FLAT] * 3, {"bias": np.ones((N, 6, 6), np.int32)}, TypeError, "bias has dtype int32"),
         (
             [MAP] * 3,
-            {"pattern": PART, "rotation": turned(20)},
+            {"pattern": PART, "rotation": make_rotation(20)},
             ValueError,
             r"20 tokens, but a window of \(2, 5\) in q has 10",
         ),
-        ([MAP] * 3, {"pattern": NEAR, "rotation": turned(9)}, ValueError, "9 tokens, but q has 20"),
-        ([FLAT] * 3, {"rotation": turned(6, 3)}, ValueError, "3 heads, but q has 2"),
+        (
+            [MAP] * 3,
+            {"pattern": NEAR, "rotation": make_rotation(9)},
+            ValueError,
+            "9 tokens, but q has 20",
+        ),
+        ([FLAT] * 3, {"rotation": make_rotation(6, 3)}, ValueError, "3 heads, but q has 2"),
         ([FLAT] * 3, {"scale": ones((N, 1, 1))}, ValueError, "scale has shape .*must be one"),
         ([FLAT], {}, ValueError, r"qkv has shape .*\[B, L, 3, N, D\]"),
         ([MAP], {}, ValueError, "along the third dimension from the end"),
@@ -331,7 +336,7 @@ def test_a_batch_may_be_empty(name):
     ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_arguments_that_do_not_fit_are_refused(arrays, terms, error, words):
+def test_unfitting_arguments_are_refused(arrays, terms, error, words):
     with pytest.raises(error, match=words):
         (attention if len(arrays) == 3 else attention_qkv)(*arrays, **{"pattern": Global()} | terms)
 
@@ -352,7 +357,7 @@ def test_arguments_that_do_not_fit_are_refused(arrays, terms, error, words):
     ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_values_of_another_kind_are_refused(call, error, words):
+def test_wrong_types_and_values_are_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
 
@@ -361,7 +366,7 @@ HEADS = np.ones((1, 8, 2, 64), jnp.bfloat16)
 MIXED = [HEADS, HEADS, HEADS.astype("float16")]
 
 
-def of_tokens(pairs=16, axes=2, pairing="half"):
+def token_rotation(pairs=16, axes=2, pairing="half"):
     return Rotation(ones((8, axes)), ones((1, axes, pairs)), pairing)
 
 
@@ -376,7 +381,7 @@ def of_tokens(pairs=16, axes=2, pairing="half"):
         ("cudnn", [HEADS] * 3, {}, "needs a GPU"),
         ("cudnn", [HEADS.astype("float32")] * 3, {}, "float16 and bfloat16"),
         ("cudnn", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
-        ("mosaic", [HEADS] * 3, {"rotation": of_tokens(), "scale": 0.1}, "ok"),
+        ("mosaic", [HEADS] * 3, {"rotation": token_rotation(), "scale": 0.1}, "ok"),
         ("mosaic", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
         ("mosaic", [HEADS] * 3, {"bias": ones((2, 8, 8))}, "a bias, which it does not read"),
         ("mosaic", [HEADS.astype("float32")] * 3, {}, "float32; float16 and bfloat16"),
@@ -384,11 +389,11 @@ def of_tokens(pairs=16, axes=2, pairing="half"):
         (
             "mosaic",
             [HEADS] * 3,
-            {"rotation": of_tokens(pairing="interleaved")},
+            {"rotation": token_rotation(pairing="interleaved")},
             "neighbouring channels",
         ),
-        ("mosaic", [HEADS] * 3, {"rotation": of_tokens(pairs=12)}, "12 pairs"),
-        ("mosaic", [HEADS] * 3, {"rotation": of_tokens(axes=5)}, "5 axes; up to 4"),
+        ("mosaic", [HEADS] * 3, {"rotation": token_rotation(pairs=12)}, "12 pairs"),
+        ("mosaic", [HEADS] * 3, {"rotation": token_rotation(axes=5)}, "5 axes; up to 4"),
         ("mosaic", MIXED, {}, "different dtypes"),
         ("mosaic", [HEADS] * 3, {"scale": ones(())}, "scale is an array"),
     ],

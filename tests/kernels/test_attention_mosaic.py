@@ -1,7 +1,7 @@
 """The Hopper kernel of global attention in interpret mode, against "xla" in float64.
 
-Interpret mode simulates copies, barriers and shared memory, and what the copy engine does past the
-end of an array. It has no matrix instruction with an operand in registers: products are
+Interpret mode simulates copies, barriers and shared memory, and the copy engine's behaviour past
+the end of an array. It has no matrix instruction with an operand in registers: products are
 jax.numpy's there. The layout of shared memory and the instructions themselves are tested on a GPU
 (tests/gpu), and that they compile in tests/aot.
 """
@@ -24,7 +24,7 @@ from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_la
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.covering import covering
 from tests.kernels.test_attention_triton import check, operands, outputs
-from tests.kernels.test_dispatch import mesh_of
+from tests.kernels.test_dispatch import abstract_mesh
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -64,7 +64,7 @@ CASES |= GRADIENTS
 
 @pytest.fixture
 def busy(monkeypatch):
-    """Programs as on a busy GPU: of several examples, however small the batch."""
+    """Simulates a busy GPU: programs take several examples, however small the batch."""
     monkeypatch.setattr(mosaic_kernel, "MULTIPROCESSORS", 1)
 
 
@@ -94,17 +94,17 @@ def test_no_races(name, busy, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_lies_behind_the_last_token_reaches_no_gradient():
-    """Not even the coordinates behind the last one: of another set of a vmap, and no numbers."""
+def test_data_beyond_the_last_token_affects_no_gradient():
+    """Not even the coordinates after the last one, which are those of another vmap item and NaN."""
     qkv, coords, freqs, _, cotangent = operands(
         Global(), (65,), dtype=np.float16, bias=False, heads=1, batch=1
     )
     run = functools.partial(outputs, pattern=Global(), pairing="half", implementation="mosaic")
-    both = jnp.stack([coords, np.full_like(coords, np.nan)])
-    found = jax.vmap(lambda coords: run(qkv, coords, freqs, None, cotangent))(both)
+    coords_pair = jnp.stack([coords, np.full_like(coords, np.nan)])
+    mapped = jax.vmap(lambda coords: run(qkv, coords, freqs, None, cotangent))(coords_pair)
     alone = run(qkv, coords, freqs, None, cotangent)
     for name in ("out", "qkv", "freqs"):
-        np.testing.assert_array_equal(found[name][0], alone[name])
+        np.testing.assert_array_equal(mapped[name][0], alone[name])
 
 
 def test_gradient_of_shared_frequencies_in_bfloat16():
@@ -112,12 +112,12 @@ def test_gradient_of_shared_frequencies_in_bfloat16():
         Global(), (5,), dtype=jnp.bfloat16, bias=False, shared=True, batch=1
     )
     arrays = qkv, coords, freqs.astype(jnp.bfloat16), bias, cotangent
-    found = outputs(*arrays, pattern=Global(), pairing="half", implementation="mosaic")["freqs"]
-    assert (found.shape, found.dtype) == (freqs.shape, jnp.bfloat16)
+    gradient = outputs(*arrays, pattern=Global(), pairing="half", implementation="mosaic")["freqs"]
+    assert (gradient.shape, gradient.dtype) == (freqs.shape, jnp.bfloat16)
 
 
 def check_several_warpgroups():
-    """The same with several warpgroups, which are interpreted as threads."""
+    """Checks cases with several warpgroups, which are interpreted as threads."""
     mosaic_kernel.MULTIPROCESSORS, mosaic_kernel.MOST_INTERPRETED = 1, 4
     plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
     os.environ["ROPE_JAX_INTERPRET"] = "1"
@@ -153,7 +153,7 @@ def test_several_warpgroups(names):
 
 @pytest.mark.slow
 def test_vmap_of_gradients(busy):
-    """Over data and rotations; the sums of one set of examples do not enter those of another."""
+    """Over data and rotations; sums of one set of examples do not affect those of another."""
     qkv, coords, freqs, _, cotangent = operands(
         Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=3
     )
@@ -168,19 +168,19 @@ def test_vmap_of_gradients(busy):
         pairing="half",
         implementation="mosaic",
     )
-    of_freqs = jax.vmap(run, (None, 0))(data[0], freqs)
-    of_data = jax.vmap(run, (0, None))(data, freqs[0])
-    of_both = jax.vmap(run)(data, freqs)
+    by_freqs = jax.vmap(run, (None, 0))(data[0], freqs)
+    by_data = jax.vmap(run, (0, None))(data, freqs[0])
+    by_both = jax.vmap(run)(data, freqs)
     for i in range(2):
-        for mapped, at in ((of_freqs, (0, i)), (of_both, (i, i)), (of_data, (i, 0))):
+        for mapped, at in ((by_freqs, (0, i)), (by_both, (i, i)), (by_data, (i, 0))):
             want = run(data[at[0]], freqs[at[1]])
             np.testing.assert_array_equal(mapped["qkv"][i], want["qkv"])
-            # Added up in another order, where sets have other numbers of examples for a program.
+            # Sums are in another order if programs take other numbers of examples.
             np.testing.assert_allclose(mapped["freqs"][i], want["freqs"], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
-def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
+def test_views_of_shared_memory_have_the_same_bytes(width, dtype):
     """Both views begin where their memory begins and hold rows in the same order."""
     task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False)
     views = flatten_ref_union(
@@ -196,9 +196,9 @@ def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     ("kind", "reason"),
     [("NVIDIA H200", "ok"), ("NVIDIA A100-SXM4-80GB", "Hopper generation"), ("NVIDIA B200", "9.0")],
 )
-def test_which_gpus_it_is_for(kind, reason):
+def test_supported_gpus(kind, reason):
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
         assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
 
 
@@ -207,7 +207,7 @@ def test_which_gpus_it_is_for(kind, reason):
     [(50, 64, 1), (197, 64, 4), (577, 64, 2), (785, 64, 2), (1025, 64, 3), (197, 128, 2)],
 )
 def test_plan(tokens, head_dim, groups):
-    """All tokens have a tile, few tiles have none, and every example is somebody's."""
+    """All tokens have a tile, few tiles are empty, and every example has a program."""
     task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
     for batch in (1, 7, 128, 1000):
         plan = mosaic_kernel.plan(task, batch)
@@ -223,7 +223,7 @@ def test_plan(tokens, head_dim, groups):
     [(1, 32, 1), (197, 64, 4), (256, 32, 4), (128, 128, 2), (257, 64, 0), (129, 128, 0)],
 )
 def test_plan_backward(tokens, head_dim, groups):
-    """Each example of a set is somebody's; 0 warpgroups where Triton serves."""
+    """Each example of a set has a program; 0 warpgroups stand for Triton."""
     task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
     assert mosaic_backward.serves(task) == (groups > 0)
     for batch, sets in ((1, 1), (128, 1), (1000, 10), (6, 2)) if groups else ():

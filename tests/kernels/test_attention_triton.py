@@ -1,7 +1,7 @@
 """The attention kernels in interpret mode, against "xla" in float64 and its error in their dtype.
 
-`rope_jax_kernels.accuracy` has the rule. Where the terms of a sum cancel, they are larger than any
-result that the rule takes as the measure, and their size is added: see `attention_terms`.
+`rope_jax_kernels.accuracy` has the rule. Terms of a sum that cancel are larger than any result that
+the rule uses as the measure, so their size is added: see `attention_terms`.
 """
 
 import functools
@@ -112,12 +112,12 @@ def check(
             continue
         assert kernel[name].dtype == plain[name].dtype
         allowed = allowed_error(error(plain[name], want), dtype, gradient=name != "out")
-        if (found := error(kernel[name], want)) <= allowed:
+        if (kernel_error := error(kernel[name], want)) <= allowed:
             continue
         # Sums of terms that cancel: two roundings in float32 of those, not of their small sum.
         largest = max(np.abs(want).max(), 1)
         allowed += 2 * float(jnp.finfo(jnp.float32).eps) * terms()[name] / largest
-        assert found <= allowed, name
+        assert kernel_error <= allowed, name
 
 
 CASES = {
@@ -161,7 +161,7 @@ def test_outputs_and_gradients(name):
 
 
 def check_any_shape(draw):
-    """A call of which everything is drawn; draw(low, high) gives an integer."""
+    """Checks a random call; draw(low, high) returns an integer."""
     pair = lambda low, high: (draw(low, high), draw(low, high))
     size, grid, head_dim = pair(1, 7), pair(1, 12), (16, 20, 32)[draw(0, 2)]
     shift = tuple(draw(0, n - 1) for n in size)
@@ -192,8 +192,8 @@ SMALL = {Window((3, 3), (1, 1)): (4, 5), Neighborhood((3, 3)): (10, 9), Global()
 
 
 @pytest.mark.parametrize("pattern", covering(SMALL, [*SMALL][:1]), ids=str)
-def test_large_biases_do_not_reach_slots_without_a_token(pattern):
-    """An exponential of this bias alone is infinite."""
+def test_large_biases_do_not_affect_empty_slots(pattern):
+    """The exponential of this bias alone is infinite."""
     qkv, coords, freqs, bias, cotangent = operands(pattern, SMALL[pattern], dtype=np.float32)
     run = functools.partial(
         outputs, qkv, coords, freqs, bias + 100, cotangent, pattern=pattern, pairing="half"
@@ -205,22 +205,22 @@ def test_large_biases_do_not_reach_slots_without_a_token(pattern):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", SMALL, ids=str)
-def test_queries_whose_bias_leaves_no_key(pattern):
-    """Their output and gradients are 0; others are as without them."""
+def test_queries_whose_bias_excludes_all_keys(pattern):
+    """Their output and gradients are 0; those of other queries do not change."""
     qkv, coords, freqs, bias, cotangent = operands(
         pattern, SMALL[pattern], dtype=np.float32, batch=1
     )
     bias[0] = np.finfo(np.float32).min
-    found, want = (
+    result, want = (
         outputs(qkv, coords, freqs, bias, cotangent, pattern=pattern, implementation=name)
         for name in ("triton", "xla")
     )
     axes = {"out": (-2, 1e-4), "qkv": (-2, 1e-4), "freqs": (0, 1e-3), "bias": (0, 1e-3)}
     for name, (axis, tolerance) in axes.items():
-        of_first, of_second = jnp.unstack(found[name], axis=axis)
-        assert not of_first.any()
+        first_head, second_head = jnp.unstack(result[name], axis=axis)
+        assert not first_head.any()
         expected = jnp.unstack(want[name], axis=axis)[1]
-        np.testing.assert_allclose(of_second, expected, atol=tolerance)
+        np.testing.assert_allclose(second_head, expected, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -237,20 +237,20 @@ def test_queries_whose_bias_leaves_no_key(pattern):
         pytest.param((2, 0), triton.SUMS, {"packed": False, "pairs": 0}, marks=pytest.mark.slow),
     ],
 )
-def test_several_examples_of_a_program(shift, sums, options, monkeypatch):
-    """As where there are many programs: in groups of five and four.
+def test_programs_of_several_examples(shift, sums, options, monkeypatch):
+    """Examples in groups of five and four, as in calls with many programs.
 
-    Without `sums`, the bias has a kernel of its own, with a group that has nothing to add.
+    Without `sums`, the bias has a separate kernel, with a group that has nothing to add.
     """
     monkeypatch.setattr(plans, "PROGRAMS", 7)
     monkeypatch.setattr(triton, "SUMS", sums)
     options = {"batch": 9, "heads": 1} | options
     task = functools.partial(task_of, rotation=None, scale=None)
     arrays = (jnp.zeros((9, 4, 5, 3, 1, 32)),)
-    whole = task(arrays, pattern=Window((3, 3), shift), bias=None)
-    assert plans.plan(whole, 2, "forward", 9).each == 5  # and four
-    assert plans.plan(whole, 4, "forward", 9).each == 1
-    groups = plans.bias_groups(plans.plan(whole, 2, "bias", 9), 9 * 4)
+    full_task = task(arrays, pattern=Window((3, 3), shift), bias=None)
+    assert plans.plan(full_task, 2, "forward", 9).each == 5  # and four
+    assert plans.plan(full_task, 4, "forward", 9).each == 1
+    groups = plans.bias_groups(plans.plan(full_task, 2, "bias", 9), 9 * 4)
     assert groups == 7  # of six items, the last of none
     check(Window((3, 3), shift), (4, 5), **options)
 
@@ -260,7 +260,7 @@ PARTS = ("queries", "keys", "bias")  # of the backward pass
 
 @pytest.mark.parametrize("places", [(33,), (64,), (4, 8), (7, 7)])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_closed_gradients_of_several_blocks_have_one_stage(places, capability, monkeypatch):
+def test_closed_gradients_of_several_blocks_use_one_stage(places, capability, monkeypatch):
     """With more there is a race (see `plan`), whatever was measured or stored."""
     monkeypatch.setattr(device, "capability", lambda: capability)
     pattern, blocks = Global() if len(places) == 1 else Window((7, 7)), set()
@@ -283,7 +283,7 @@ def test_closed_gradients_of_several_blocks_have_one_stage(places, capability, m
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("pattern", SMALL, ids=str)
-def test_several_biases_and_scales_that_are_not_positive(pattern, scale):
+def test_vmap_over_biases_with_non_positive_scales(pattern, scale):
     """By vmap over the bias, as for several seeds."""
     qkv, coords, freqs, bias, cotangent = operands(pattern, SMALL[pattern], dtype=np.float32)
     run = functools.partial(outputs, pattern=pattern, scale=scale)
@@ -312,7 +312,7 @@ def test_tiles_of_older_gpus(pattern, places, head_dim, monkeypatch):
     check(pattern, places, dtype=jnp.bfloat16, heads=1, head_dim=head_dim, batch=3)
 
 
-def test_tokens_outside_a_window_or_neighborhood_take_no_part():
+def test_tokens_outside_a_window_or_neighborhood_have_no_effect():
     for pattern in (Window((3, 3), (1, 1)), Neighborhood((3, 3))):
         qkv, *_ = operands(pattern, (7, 8), dtype=np.float32, bias=False, pairs=0)
         loud = qkv.copy()
@@ -327,8 +327,8 @@ def test_tokens_outside_a_window_or_neighborhood_take_no_part():
 
 def test_vmap_and_remat():
     pattern = Window((4, 4), (2, 2))
-    one, *_ = operands(pattern, (6, 8), dtype=np.float32, head_dim=16)
-    qkv = np.stack([one, 2 * one])
+    single, *_ = operands(pattern, (6, 8), dtype=np.float32, head_dim=16)
+    qkv = np.stack([single, 2 * single])
     attend = functools.partial(attention_qkv, pattern=pattern, implementation="triton")
     mapped = jax.jit(jax.vmap(attend))(qkv)
     for out, x in zip(mapped, qkv, strict=True):
@@ -338,8 +338,8 @@ def test_vmap_and_remat():
 
 
 @pytest.mark.slow
-def test_vmap_over_what_describes_the_rotation():
-    """One qkv for all rotations; its packed gradients are written by two kernels in turn."""
+def test_vmap_over_rotations():
+    """All rotations share one qkv; two kernels in turn write its packed gradients."""
     qkv, coords, freqs, *_ = operands(
         Global(), (70,), dtype=np.float32, head_dim=16, batch=1, heads=1
     )
@@ -360,7 +360,7 @@ def test_vmap_over_what_describes_the_rotation():
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", covering([Global(), Neighborhood((3, 3))], [Global()]))
 def test_small_gradients_in_float16(pattern):
-    """Their products with a scale below one would be subnormal."""
+    """The products of these gradients with a scale below one would be subnormal."""
     places = (100,) if isinstance(pattern, Global) else (10, 10)
     qkv, coords, freqs, bias, cotangent = operands(
         pattern, places, dtype=np.float16, head_dim=64, bias=False, batch=1, heads=1
@@ -376,8 +376,8 @@ def test_small_gradients_in_float16(pattern):
 
 
 @pytest.mark.parametrize("kernel", ["triton", "mosaic"])
-def test_derivatives_that_are_refused(kernel):
-    """Second ones, and those of coordinates."""
+def test_unsupported_derivatives_are_refused(kernel):
+    """Second derivatives, and those of coordinates."""
     qkv, coords, freqs, *_ = operands(Global(), (5,), dtype=jnp.bfloat16, bias=False)
 
     def loss(qkv, coords):

@@ -28,47 +28,47 @@ PATTERNS = {
 }
 
 
-def shared(*shape):
+def replicate(*shape):
     return shape, P(*(None for _ in shape))
 
 
-def batch_of(*places):
+def shard_batch(*places):
     return (4, *places, N, D), P("data", *(None for _ in places), "heads", None)
 
 
-COORDS = shared(16, 2)
-ROTATION = COORDS, shared(N, 2, 8)
+COORDS = replicate(16, 2)
+ROTATION = COORDS, replicate(N, 2, 8)
 # Name -> a function of an implementation and arrays, and the arrays' shapes and shardings.
 CASES = {
     "rotate": (
         lambda by, q, k, *r: rotate(q, k, Rotation(*r), implementation=by),
-        [batch_of(16), ((4, 16, 1, D), P("data", None, None, None)), COORDS, shared(1, 2, 8)],
+        [shard_batch(16), ((4, 16, 1, D), P("data", None, None, None)), COORDS, replicate(1, 2, 8)],
     ),
     "rotate_by_angles": (
         lambda by, x, theta: rotate_by_angles(x, theta, implementation=by),
-        [batch_of(16), shared(N, 16, 8)],
+        [shard_batch(16), replicate(N, 16, 8)],
     ),
     "rotate_qkv": (
         lambda by, qkv, *r: rotate_qkv(qkv, Rotation(*r), implementation=by),
-        [batch_of(16, 3), *ROTATION],
+        [shard_batch(16, 3), *ROTATION],
     ),
 }
 for name, (pattern, places, bias) in PATTERNS.items():
 
-    def separate(by, q, k, v, bias, *r, pattern=pattern):
+    def attend_parts(by, q, k, v, bias, *r, pattern=pattern):
         terms = {"rotation": Rotation(*r), "bias": bias, "implementation": by}
         return attention(q, k, v, pattern=pattern, **terms)
 
-    def packed(by, qkv, *r, pattern=pattern):
+    def attend_qkv(by, qkv, *r, pattern=pattern):
         return attention_qkv(qkv, pattern=pattern, rotation=Rotation(*r), implementation=by)
 
-    terms = [shared(*bias), *ROTATION]
-    CASES[f"attention-{name}"] = (separate, [batch_of(*places)] * 3 + terms)
-    CASES[f"attention_qkv-{name}"] = (packed, [batch_of(*places, 3), *ROTATION])
+    terms = [replicate(*bias), *ROTATION]
+    CASES[f"attention-{name}"] = (attend_parts, [shard_batch(*places)] * 3 + terms)
+    CASES[f"attention_qkv-{name}"] = (attend_qkv, [shard_batch(*places, 3), *ROTATION])
 
 
 def differentiable(name, by=None):
-    """A case's gradients, except those of coordinates, which kernels do not have, and results."""
+    """A function of a case's results and gradients, except of coordinates, which kernels lack."""
     call, operands = CASES[name]
     argnums = [number for number, operand in enumerate(operands) if operand is not COORDS]
 
@@ -81,7 +81,7 @@ def differentiable(name, by=None):
 
 @pytest.mark.parametrize("by", ["xla", "triton"])
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_are_sharded_as_the_arrays(name, by, monkeypatch):
+def test_results_and_gradients_are_sharded_like_the_arrays(name, by, monkeypatch):
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
     mesh = AbstractMesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
     arrays = [
@@ -113,5 +113,5 @@ for name in ("rotate", "rotate_qkv", "attention-window", "attention_qkv-dilated"
 
 
 @pytest.mark.process
-def test_values_are_those_of_one_device():
+def test_values_match_one_device():
     run_on_devices(4, VALUES)

@@ -1,4 +1,4 @@
-"""What stands around cuDNN's call: rotation, padding and bias, with XLA in cuDNN's place."""
+"""The code around cuDNN's call: rotation, padding and bias, with XLA in cuDNN's place."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ N = 2  # heads
 
 @pytest.fixture
 def calls(monkeypatch):
-    """XLA in cuDNN's place, with NaN wherever cuDNN may leave anything; lists lengths of calls.
+    """Lists lengths of calls, and puts XLA in cuDNN's place, with NaN in undefined values.
 
-    This is the output of padding queries, and the gradient of all padding.
+    These are the output of padding queries, and the gradient of all padding.
     """
     calls = []
 
@@ -32,7 +32,7 @@ def calls(monkeypatch):
         lengths = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), query_seq_lengths)
         # XLA's products in float16 exist on GPUs alone.
         dtype = jnp.float32 if q.dtype == jnp.float16 else q.dtype
-        wide = [spoiled(query_seq_lengths, x).astype(dtype) for x in (q, k, v)]
+        wide = [spoil_gradient(query_seq_lengths, x).astype(dtype) for x in (q, k, v)]
         out = original(*wide, bias, scale=scale, **lengths).astype(q.dtype)
         if query_seq_lengths is None:
             return out
@@ -45,27 +45,27 @@ def calls(monkeypatch):
     return calls
 
 
-def spoiled(lengths, x):
-    """x, whose gradient is NaN from `lengths` on."""
+def spoil_gradient(lengths, x):
+    """Returns x, with a gradient that is NaN from `lengths` on."""
     if lengths is None:
         return x
 
     @jax.custom_vjp
-    def same(x):
+    def identity(x):
         return x
 
     def backward(_, g):
         inside = jnp.arange(x.shape[1])[:, None, None] < lengths[:, None, None, None]
         return (jnp.where(inside, g, jnp.nan),)
 
-    same.defvjp(lambda x: (x, None), backward)
-    return same(x)
+    identity.defvjp(lambda x: (x, None), backward)
+    return identity(x)
 
 
 @pytest.mark.parametrize("tokens", [6, 7])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
-def test_it_is_the_definition_at_every_number_of_tokens(packed, biased, tokens, calls):
+def test_cudnn_matches_the_definition_for_any_number_of_tokens(packed, biased, tokens, calls):
     """Values and gradients of data, frequencies and bias."""
     check_cudnn(tokens, packed=packed, bias=biased, scale=0.3)
     ((length, lengths),) = calls

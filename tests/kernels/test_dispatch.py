@@ -1,4 +1,4 @@
-"""Which implementation serves a call, with fake implementations and abstract devices."""
+"""The choice of an implementation, with fake implementations and abstract devices."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ CALLS = [
 ]
 
 
-def mesh_of(kind="NVIDIA H200", devices=1):
+def abstract_mesh(kind="NVIDIA H200", devices=1):
     platform = "cpu" if kind == "cpu" else "gpu"
     device = jax.sharding.AbstractDevice(kind, 1 if kind == "cpu" else 132, platform)
     return jax.sharding.AbstractMesh((devices,), ("d",), abstract_device=device)
@@ -54,25 +54,25 @@ def mesh_of(kind="NVIDIA H200", devices=1):
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
-    """As if jax's CUDA plugin were installed."""
+    """Simulates that jax's CUDA plugin is installed."""
     monkeypatch.setattr(cudnn, "missing", lambda: None)
 
 
 @pytest.fixture
 def without_cudnn(monkeypatch):
-    """As if it were not."""
+    """Simulates that jax's CUDA plugin is not installed."""
     monkeypatch.setattr(cudnn, "missing", lambda: "cuDNN is not detected.")
 
 
 @pytest.fixture
-def beside_a_gpu(monkeypatch):
-    """As if jax's default device were an H200, while arrays, all large, are on the CPU."""
+def default_gpu(monkeypatch):
+    """Simulates an H200 as jax's default device; arrays, all large, are on the CPU."""
     gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
     monkeypatch.setattr(device, "target", lambda: gpu)
     monkeypatch.setattr(device, "bandwidth", lambda: 0.0)
 
 
-def test_a_named_kernel_that_refuses_is_not_replaced(monkeypatch):
+def test_a_named_kernel_that_refuses_raises(monkeypatch):
     monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"'triton' cannot serve .*GPU.*; use None or 'xla'"):
         attention(X, X, X, pattern=Global(), implementation="triton")
@@ -100,10 +100,12 @@ def test_xla_is_the_default_on_a_cpu(monkeypatch):
         (lambda x: attention(x, x, x, pattern=Neighborhood((1, 17))), X[None], False),
     ],
 )
-def test_none_on_a_gpu(f, shape, kernel, without_cudnn):
-    with jax.sharding.use_abstract_mesh(mesh_of()):
+def test_the_default_on_a_gpu(f, shape, kernel, without_cudnn):
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
         assert ("pallas_call" in str(jax.make_jaxpr(f)(shape))) == kernel
-    with jax.sharding.use_abstract_mesh(mesh_of(devices=8)):  # XLA would gather a kernel's operands
+    with jax.sharding.use_abstract_mesh(
+        abstract_mesh(devices=8)
+    ):  # XLA would gather a kernel's operands
         assert "pallas_call" not in str(jax.make_jaxpr(f)(shape))
 
 
@@ -123,15 +125,15 @@ CHOICES = {
 
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_choice_for_the_layers_of_models(kind, dtype, with_cudnn):
+def test_choices_for_layers_of_models(kind, dtype, with_cudnn):
     for_global, for_float32, for_maps = CHOICES[kind]
     for_global = for_float32 if dtype == "float32" else for_global
     for name, layer in LAYERS.items():
         is_global = isinstance(layer.pattern, Global)
         for devices in (1, 8):
             expected = for_global if is_global else for_maps
-            with jax.sharding.use_abstract_mesh(mesh_of(kind, devices)):
-                choice, reasons = chosen(layer, dtype)
+            with jax.sharding.use_abstract_mesh(abstract_mesh(kind, devices)):
+                choice, reasons = choose(layer, dtype)
             if devices > 1 and expected == "triton":
                 expected = "xla"
             assert choice == expected, (name, devices)
@@ -143,43 +145,43 @@ def test_the_choice_for_the_layers_of_models(kind, dtype, with_cudnn):
             ), reasons["cudnn"]
 
 
-def test_a_gpu_that_is_not_listed_is_refused_ahead_of_time(without_cudnn):
+def test_unlisted_gpus_are_refused_ahead_of_time(without_cudnn):
     """Its default would be `xla`, whatever the GPU could do."""
-    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA GeForce RTX 9999")):
+    with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA GeForce RTX 9999")):
         with pytest.raises(ValueError, match=r"'NVIDIA GeForce RTX 9999' is not .* H200, .* 5090"):
-            chosen(LAYERS["vit_s"], "bfloat16")
+            choose(LAYERS["vit_s"], "bfloat16")
         named = lambda x: attention(x, x, x, pattern=Global(), implementation="xla")
         jax.eval_shape(named, X)
 
 
-def chosen(layer, dtype, sharding=None):
-    """The choice for a layer, and what `explain` returns."""
-    found = []
+def choose(layer, dtype, sharding=None):
+    """The choice for a layer, and the result of `explain`."""
+    results = []
 
     def look(qkv, coords, freqs, bias, _):
         terms = {"pattern": layer.pattern, "rotation": Rotation(coords, freqs), "scale": None}
         terms |= {"bias": bias if layer.bias else None}
-        found.append(dispatch.resolve("attention_qkv", {"qkv": qkv} | terms))
-        found.append(explain(attention_qkv, qkv, **terms))
+        results.append(dispatch.resolve("attention_qkv", {"qkv": qkv} | terms))
+        results.append(explain(attention_qkv, qkv, **terms))
 
     qkv, *rest = layer.shapes(128, dtype).values()
     qkv = jax.ShapeDtypeStruct(qkv.shape, qkv.dtype, sharding=sharding)
     jax.eval_shape(look, qkv, *rest)
-    return found
+    return results
 
 
-def test_without_cudnn_the_next_best_serves(without_cudnn):
+def test_the_next_best_serves_without_cudnn(without_cudnn):
     for kind, expected in (("NVIDIA H200", "triton"), ("NVIDIA A100", "xla")):
-        with jax.sharding.use_abstract_mesh(mesh_of(kind)):
-            choice, reasons = chosen(LAYERS["vit_s"], "bfloat16")
+        with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
+            choice, reasons = choose(LAYERS["vit_s"], "bfloat16")
         assert (choice, reasons["cudnn"]) == (expected, "cuDNN is not detected.")
 
 
-def test_cudnn_serves_where_shardings_are_types(with_cudnn):
-    mesh = mesh_of(devices=8).update(axis_types=(jax.sharding.AxisType.Explicit,))
+def test_cudnn_serves_explicit_shardings(with_cudnn):
+    mesh = abstract_mesh(devices=8).update(axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec("d")
     with jax.sharding.use_abstract_mesh(mesh):
-        choice, reasons = chosen(
+        choice, reasons = choose(
             LAYERS["vit_s"], "bfloat16", jax.sharding.NamedSharding(mesh, spec)
         )
     assert (choice, reasons["cudnn"]) == ("cudnn", "ok")
@@ -195,10 +197,10 @@ def test_cudnn_serves_where_shardings_are_types(with_cudnn):
         ("Tesla T4", 256, False),
     ],
 )
-def test_rotation_in_place_pays_from_ten_microseconds_on(kind, batch, kernel):
+def test_rotation_in_place_starts_at_ten_microseconds(kind, batch, kernel):
     x = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
     rotation = Rotation(jnp.ones((196, 2)), jnp.ones((6, 2, 16)))
-    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
         text = str(jax.make_jaxpr(lambda q, k: rotate(q, k, rotation))(x, x))
     assert ("pallas_call" in text) == kernel
 
@@ -206,7 +208,7 @@ def test_rotation_in_place_pays_from_ten_microseconds_on(kind, batch, kernel):
 MAP = jnp.linspace(-1, 1, 2 * 4 * 4 * 3 * 2 * 16).reshape(2, 4, 4, 3, 2, 16)
 
 
-def of_a_map(implementation, qkv, freqs, table):
+def attend_map(implementation, qkv, freqs, table):
     rotation = Rotation(jnp.arange(32.0).reshape(16, 2), freqs)
     terms = {"rotation": rotation, "bias": table, "implementation": implementation}
     return attention_qkv(qkv, pattern=Neighborhood((3, 3)), **terms)
@@ -215,19 +217,19 @@ def of_a_map(implementation, qkv, freqs, table):
 FREQS_AND_TABLE = (jnp.linspace(0.1, 1, 2 * 2 * 4).reshape(2, 2, 4), jnp.ones((2, 5, 5)))
 
 
-def mapped(transform):
-    """f over the examples of its second argument, one by one."""
+def map_examples(transform):
+    """Applies f to the examples of its second argument one by one."""
     return lambda f: lambda by, qkv, *rest: transform(lambda x: f(by, x[None], *rest)[0])(qkv)
 
 
 ATTENTION = (MAP, *FREQS_AND_TABLE)
 ANGLES = jnp.ones((1, 6, 16))
-# With their operands, and of an implementation.
-BESIDE = {
-    "attention": (of_a_map, ATTENTION),
-    "vmap": (mapped(jax.vmap)(of_a_map), ATTENTION),
-    "checkpoint": (jax.checkpoint(of_a_map, static_argnums=0), ATTENTION),
-    "scan": (mapped(lambda f: functools.partial(jax.lax.map, f))(of_a_map), ATTENTION),
+# Functions of an implementation and operands, and the operands.
+CPU_CASES = {
+    "attention": (attend_map, ATTENTION),
+    "vmap": (map_examples(jax.vmap)(attend_map), ATTENTION),
+    "checkpoint": (jax.checkpoint(attend_map, static_argnums=0), ATTENTION),
+    "scan": (map_examples(lambda f: functools.partial(jax.lax.map, f))(attend_map), ATTENTION),
     "rotate": (lambda by, x: rotate(x, x, SOME, implementation=by), (X,)),
     "rotate_by_angles": (lambda by, x: rotate_by_angles(x, ANGLES, implementation=by), (X,)),
     "unpack_and_rotate": (lambda by, x: unpack_and_rotate(x, SOME, implementation=by), (QKV,)),
@@ -235,10 +237,10 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", covering(BESIDE, ["attention", "rotate", "unpack_and_rotate"]))
-def test_arrays_on_the_cpu_of_a_machine_with_a_gpu(name, eager, beside_a_gpu):
+@pytest.mark.parametrize("name", covering(CPU_CASES, ["attention", "rotate", "unpack_and_rotate"]))
+def test_arrays_on_the_cpu_beside_a_gpu(name, eager, default_gpu):
     """Values and gradients are those of "xla"; the kernel is not lowered."""
-    f, operands = BESIDE[name]
+    f, operands = CPU_CASES[name]
 
     def gradients(by, *operands):
         loss = lambda *x: sum(jnp.sum(y**2) for y in jax.tree.leaves(f(by, *x)))
@@ -247,33 +249,33 @@ def test_arrays_on_the_cpu_of_a_machine_with_a_gpu(name, eager, beside_a_gpu):
     text = str(jax.make_jaxpr(functools.partial(gradients, None))(*operands))
     assert "pallas_call" in text
     compiled = jax.jit(gradients, static_argnums=0)
-    found = (gradients if eager else compiled)(None, *operands)
+    results = (gradients if eager else compiled)(None, *operands)
     expected = jax.tree.leaves(compiled("xla", *operands))
-    for x, y in zip(jax.tree.leaves(found), expected, strict=True):
+    for x, y in zip(jax.tree.leaves(results), expected, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-5, atol=1e-5)
 
 
-def test_beside_a_gpu_the_default_is_exported_for_a_cpu(monkeypatch):
-    """Without the kernel. For several platforms at once jax 0.11.2 lowers Pallas for each."""
+def test_the_default_is_exported_for_a_cpu(monkeypatch):
+    """The kernel is absent. For several platforms at once jax 0.11.2 lowers Pallas for each."""
     monkeypatch.setattr(device, "bandwidth", lambda: 0.0)
     default = jax.jit(lambda q: rotate(q, q, SOME))
-    with jax.sharding.use_abstract_mesh(mesh_of()):
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
         assert "pallas_call" in str(jax.make_jaxpr(default)(X))
         exported = jax.export.export(default, platforms=["cpu"])(X)
     for x, y in zip(exported.call(X), default(X), strict=True):
         assert jnp.array_equal(x, y)
 
 
-def test_a_named_kernel_is_not_replaced(beside_a_gpu):
+def test_a_named_kernel_is_not_replaced_on_the_cpu(default_gpu):
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
-        jax.jit(functools.partial(of_a_map, "triton"))(MAP, *FREQS_AND_TABLE)
+        jax.jit(functools.partial(attend_map, "triton"))(MAP, *FREQS_AND_TABLE)
 
 
-def test_a_program_of_one_device_is_as_without_a_gpu():
-    """Nothing is left to the lowering on a machine without a GPU."""
+def test_programs_without_a_gpu_do_not_branch_on_the_platform():
+    """The choice is complete before lowering on a machine without a GPU."""
     assert "platform_index" not in str(
-        jax.make_jaxpr(functools.partial(of_a_map, None))(MAP, *FREQS_AND_TABLE)
+        jax.make_jaxpr(functools.partial(attend_map, None))(MAP, *FREQS_AND_TABLE)
     )
 
 
@@ -285,7 +287,7 @@ def test_explain_lists_every_implementation(op, args, kwargs):
     assert all("GPU" in reason for reason in reasons.values())
 
 
-def test_explain_refuses_what_is_no_operation():
+def test_explain_refuses_other_functions():
     namesake = types.FunctionType((lambda x: x).__code__, {}, "rotate")
     for op in (jnp.sum, namesake):
         with pytest.raises(
@@ -312,7 +314,7 @@ def test_a_cpu_program_imports_no_pallas():
 
 
 @pytest.mark.process
-def test_a_jax_without_pallas_serves_everything_else():
+def test_jax_without_pallas_serves_everything_else():
     program = (
         "import sys, jax, jax.numpy as jnp\n"
         "sys.modules['jax.experimental.pallas'] = None\n"
@@ -334,18 +336,18 @@ def test_a_jax_without_pallas_serves_everything_else():
 
 
 @pytest.mark.parametrize(("tokens", "name"), [(256, "mosaic"), (257, "triton")])
-def test_the_backward_pass_after_mosaic_is_that_of_triton_for_many_tokens(tokens, name):
+def test_triton_runs_mosaics_backward_pass_for_many_tokens(tokens, name):
     x = jax.ShapeDtypeStruct((1, tokens, 3, 2, 64), jnp.bfloat16)
     attend = functools.partial(attention_qkv, pattern=Global(), implementation="mosaic")
-    with jax.sharding.use_abstract_mesh(mesh_of()):
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
         gradient = jax.make_jaxpr(jax.grad(lambda x: attend(x).astype(jnp.float32).sum()))(x)
     assert ("attention_query_kernel" in str(gradient)) == (name == "triton")
     assert ("attention_mosaic_backward" in str(gradient)) == (name == "mosaic")
 
 
 @pytest.mark.parametrize("kernel", ["triton", "mosaic"])
-def test_kernels_are_lowered_for_a_gpu_where_float64_is_enabled(kernel, x64):
-    """Their indices have 32 bits there, too, where a loop of several rounds counts in 64."""
+def test_kernels_lower_for_a_gpu_with_float64_enabled(kernel, x64):
+    """Their indices still have 32 bits, although loops of several rounds count in 64."""
 
     def attend(qkv, freqs):
         coords = jnp.zeros((qkv.shape[1], 2), jnp.float32)
@@ -357,16 +359,16 @@ def test_kernels_are_lowered_for_a_gpu_where_float64_is_enabled(kernel, x64):
 
     qkv = jax.ShapeDtypeStruct((256, 65, 3, 6, 32), jnp.bfloat16)
     freqs = jax.ShapeDtypeStruct((6, 2, 8), jnp.float32)
-    with jax.sharding.use_abstract_mesh(mesh_of()):
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
         jax.jit(jax.grad(attend, (0, 1))).trace(qkv, freqs).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("kernel", ["xla", "triton", "mosaic"])
-def test_no_rank_is_promoted(kernel):
-    """For users who have jax refuse it: `jax_numpy_rank_promotion="raise"`."""
+def test_no_ranks_are_promoted(kernel):
+    """Users may forbid promotion: `jax_numpy_rank_promotion="raise"`."""
 
     names = ["vit_s", "swin_t_1", "nat_mini_1", "dinat_mini_1"]
-    target = mesh_of("cpu" if kernel == "xla" else "NVIDIA H200")
+    target = abstract_mesh("cpu" if kernel == "xla" else "NVIDIA H200")
     with jax.numpy_rank_promotion("raise"), jax.sharding.use_abstract_mesh(target):
         for name in names[:1] if kernel == "mosaic" else names:
             layer = dataclasses.replace(LAYERS[name], bias=kernel != "mosaic")

@@ -27,8 +27,8 @@ ONES, FITTING = ones((B, L, N, D)), Rotation(ones((L, A)), ones((N, A, R)))
 
 
 def check_or_refusal(check, case, implementation, *args):
-    """Runs a check where the implementation serves the case; elsewhere it must refuse."""
-    if cases.served_by(implementation, case):
+    """Runs a check if the implementation serves the case; otherwise it must refuse."""
+    if cases.serves(implementation, case):
         return check(case, implementation, *args)
     with pytest.raises(ValueError, match=f"'{implementation}' cannot.*(needs|multiple of)"):
         check(case, implementation, *args)
@@ -43,11 +43,11 @@ PACKED = [case for case in (*cases.CASES[:4], cases.CASES[8]) if case.layout == 
 
 
 @pytest.mark.parametrize("case", covering(PACKED, [PACKED[0], PACKED[-1]]), ids=str)
-def test_packed_is_separate(case, implementation):
+def test_packed_equals_separate(case, implementation):
     check_or_refusal(cases.check_packed, case, implementation)
 
 
-def test_packed_is_separate_bit_for_bit_outside_of_jit():
+def test_packed_equals_separate_bit_for_bit_outside_of_jit():
     case = Case(pairing="interleaved")
     q, k, v = map(jnp.asarray, case.data(2, 3))
     rotation = Rotation(*map(jnp.asarray, case.coords_and_freqs()), case.pairing)
@@ -74,8 +74,8 @@ def test_gradients(case, kernel):
 
 
 @pytest.mark.parametrize(("dtype", "heads", "launches"), [("bfloat16", N, 1), ("float32", 1, 2)])
-def test_a_k_unlike_q_is_turned_as_if_alone(dtype, heads, launches, kernel):
-    """With another number of heads in a launch of its own."""
+def test_q_and_k_of_other_types_are_turned_independently(dtype, heads, launches, kernel):
+    """Another number of heads needs a second launch."""
     case = Case(pairs=4, shared=True)
     q, k, *terms = map(jnp.asarray, (*case.data(14, 2), *case.coords_and_freqs()))
     k = k[:, :, :heads].astype(dtype)
@@ -90,7 +90,7 @@ def test_a_k_unlike_q_is_turned_as_if_alone(dtype, heads, launches, kernel):
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_programs_of_many_batch_items(pairing, interpreted, monkeypatch):
-    # As if this were a large problem: two programs, of which the second is short of items.
+    # Simulates a large problem: two programs, the second with fewer items.
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1, pairing=pairing)
     assert tile_sizes.tile_of(11, 6, 5, 16, 4, pairing).batch == 8
@@ -125,7 +125,7 @@ def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted,
 )
 @hypothesis.given(data=st.data())
 def test_any_shape(data, a_kernel):
-    # "mosaic" serves multiples of 4 pairs of float32 (`served_by`); another test has its refusals.
+    # "mosaic" serves multiples of 4 pairs of float32 (`serves`); another test has its refusals.
     limits = {"step": 4, "pairing": "half"} if a_kernel == "mosaic" else {}
     case = data.draw(cases.any_case(**limits))
     q, k = case.data(0, 2)
@@ -160,8 +160,8 @@ def test_streamed_tiles(args, expected):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_values_and_gradients_are_the_closed_form(pairing, shared):
-    """In float64 throughout."""
+def test_values_and_gradients_match_the_closed_form(pairing, shared):
+    """All computations are in float64."""
     case = Case(pairing=pairing, shared=shared, dtype="float64")
     q, k, *cotangents = case.data(6, 4)
     coords, freqs = case.coords_and_freqs()
@@ -239,14 +239,18 @@ def test_vmap_over_any_axis(case, interpreted):
         for x, axis in zip(plain, in_axes, strict=True)
     ]
 
-    def both(implementation, *args):
-        turned = lambda *args: rotate(*args[:2], Rotation(*args[2:]), implementation=implementation)
-        out, pull_back = jax.vjp(turned, *args)
+    def values_and_gradients(implementation, *args):
+        turn_pair = lambda *args: rotate(
+            *args[:2], Rotation(*args[2:]), implementation=implementation
+        )
+        out, pull_back = jax.vjp(turn_pair, *args)
         return out, pull_back(tuple(3 * x**2 for x in out))
 
     axes = ((out_axis,) * 2, (0,) * 4)
-    mapped = jax.jit(jax.vmap(functools.partial(both, kernel), in_axes, axes))(*args)
-    expected = jax.jit(functools.partial(both, "xla"))
+    mapped = jax.jit(jax.vmap(functools.partial(values_and_gradients, kernel), in_axes, axes))(
+        *args
+    )
+    expected = jax.jit(functools.partial(values_and_gradients, "xla"))
     for i, scale in enumerate((1, 2, -1)):
         part = [x if axis is None else scale * x for x, axis in zip(plain, in_axes, strict=True)]
         out, gradients = expected(*part)
@@ -257,7 +261,7 @@ def test_vmap_over_any_axis(case, interpreted):
 
 
 def test_scan_and_remat(implementation):
-    """Two layers with their own frequencies, as backbones stack them."""
+    """Two layers with different frequencies, as backbones stack them."""
     q, k, coords, freqs = map(
         jnp.asarray, draw(11, (B, L, N, D), (B, L, N, D), (L, A), (2, N, A, 4))
     )
@@ -273,12 +277,12 @@ def test_scan_and_remat(implementation):
 
     loss = lambda *args: sum(jnp.sum(x**3) for x in stack(*args))
     gradients = jax.jit(jax.grad(loss, argnums=(0, 2)), static_argnums=3)
-    both = (gradients(q, k, freqs, name) for name in (implementation, "xla"))
-    for x, expected in zip(*both, strict=True):
+    results = (gradients(q, k, freqs, name) for name in (implementation, "xla"))
+    for x, expected in zip(*results, strict=True):
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_inputs_are_saved_only_for_the_gradient_of_angles(a_kernel):
+def test_only_gradients_of_angles_save_inputs(a_kernel):
     q, k, coords, freqs = map(jnp.asarray, draw(12, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4)))
     f = lambda q, k, freqs: rotate(q, k, Rotation(coords, freqs), implementation=a_kernel)
     saved = lambda vjp: sum(x.size for x in jax.tree.leaves(vjp))
@@ -329,7 +333,7 @@ def test_sharded_over_batch_and_heads():
     subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True, timeout=120)
 
 
-def test_float32_data_where_float64_is_enabled(x64, kernel):
+def test_float32_data_with_float64_enabled(x64, kernel):
     cases.check_forward(Case(tokens=7, pairs=4), kernel)
 
 
@@ -371,8 +375,8 @@ def test_kernels_say_why_they_refuse(name, op, args, reason):
         ((2, 64, 128, 256, 2, "half"), (8, 128, 1, 1), 2),
     ],
 )
-def test_small_launches_are_spread(args, tile, spread):
-    """Tiles, and the rows of those of launches that are spread over all multiprocessors."""
+def test_small_launches_spread_over_multiprocessors(args, tile, spread):
+    """Tiles, and their rows in launches that spread over all multiprocessors."""
     tile = tile_sizes.Tile(*tile)
     assert tile_sizes.tile_of(*args) == tile
     assert tile_sizes.spread_tile_of(*args) == dataclasses.replace(tile, rows=spread)

@@ -37,13 +37,13 @@ CASES = [
 ]
 
 
-def tiles_of(pattern, grid, rows, columns):
+def make_tiles(pattern, grid, rows, columns):
     places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
     return cut(pattern, places, rows=rows, columns=columns)
 
 
 @functools.cache
-def slots_of_all(tiles, transposed):
+def all_slots(tiles, transposed):
     """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
     view = tiles.transposed() if transposed else tiles
 
@@ -65,9 +65,9 @@ def slots_of_all(tiles, transposed):
     return jax.tree.map(np.asarray, look_at_all(np.arange(view.tiles), np.arange(view.blocks)))
 
 
-def met(tiles, transposed):
+def met_pairs(tiles, transposed):
     """(query, key, entry) of all pairs that the kernels compute."""
-    tile, block, seen, entry = slots_of_all(tiles, transposed)
+    tile, block, seen, entry = all_slots(tiles, transposed)
     assert np.isfinite(entry).all()  # also of pairs that do not attend
     tile, block = tile.token[:, None], block.token
     q, k = (block, tile) if transposed else (tile, block)
@@ -77,28 +77,28 @@ def met(tiles, transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", covering(CASES, CASES[1::3]), ids=str)
-def test_every_pair_is_met_once_with_its_entry_of_the_bias(case, transposed):
-    assert sorted(met(tiles_of(*case), transposed)) == sorted(pairs(*case[:2]))
+def test_every_pair_is_met_once_with_its_bias(case, transposed):
+    assert sorted(met_pairs(make_tiles(*case), transposed)) == sorted(pairs(*case[:2]))
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())
-def test_of_any_pattern(data):
+def test_any_pattern(data):
     pair = lambda low, high: data.draw(st.tuples(st.integers(low, high), st.integers(low, high)))
     size, grid = pair(1, 13), pair(3, 14)
     window = Window(size, tuple(data.draw(st.integers(0, n - 1)) for n in size))
     pattern = data.draw(st.sampled_from([Neighborhood(size, pair(1, 4)), window]))
     rows, columns = (data.draw(st.sampled_from(sizes)) for sizes in ([64, 32], [16, 32, 64]))
-    wanted = sorted(pairs(pattern, grid))
+    expected = sorted(pairs(pattern, grid))
     for transposed in (False, True):
-        assert sorted(met(tiles_of(pattern, grid, rows, columns), transposed)) == wanted
+        assert sorted(met_pairs(make_tiles(pattern, grid, rows, columns), transposed)) == expected
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_token_is_in_one_tile_with_its_coordinates(case):
     (pattern, grid), tokens = case[:2], math.prod(case[1])
-    slots, *_ = slots_of_all(tiles_of(*case), False)
+    slots, *_ = all_slots(make_tiles(*case), False)
     assert sorted(slots.token[slots.exists]) == list(range(tokens))
     assert (slots.token[~slots.exists] >= tokens).all()
     coords = np.full(tokens, -1)
@@ -107,25 +107,25 @@ def test_every_token_is_in_one_tile_with_its_coordinates(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_by_slot_fold_to_those_of_the_entries(case):
-    tiles = tiles_of(*case)
-    shares = tiles.tiles // tiles.repeats
-    by_slot = np.zeros((1, shares * tiles.rows, tiles.blocks * tiles.columns))
-    wanted = np.zeros((1, tiles.entries))
+def test_gradients_by_slot_fold_to_entries(case):
+    tiles = make_tiles(*case)
+    distinct = tiles.tiles // tiles.repeats
+    by_slot = np.zeros((1, distinct * tiles.rows, tiles.blocks * tiles.columns))
+    expected = np.zeros((1, tiles.entries))
     rng = np.random.default_rng(0)
-    _, _, seen, entry = slots_of_all(tiles, False)
+    _, _, seen, entry = all_slots(tiles, False)
     for index, step in np.ndindex(seen.shape[:2]):
-        there = seen[index, step]
-        gradient = np.where(there, rng.standard_normal(there.shape), 0)
-        np.add.at(wanted[0], entry[index, step][there].astype(int), gradient[there])
-        row, column = index % shares * tiles.rows, step * tiles.columns
+        attends = seen[index, step]
+        gradient = np.where(attends, rng.standard_normal(attends.shape), 0)
+        np.add.at(expected[0], entry[index, step][attends].astype(int), gradient[attends])
+        row, column = index % distinct * tiles.rows, step * tiles.columns
         by_slot[0, row : row + tiles.rows, column : column + tiles.columns] += gradient
     with jax.enable_x64(True):
-        np.testing.assert_allclose(jax.jit(tiles.fold)(by_slot), wanted, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(jax.jit(tiles.fold)(by_slot), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("pattern", [Window((32, 32)), Neighborhood((13, 13))])
-def test_lookups_of_a_bias_hold_no_indices(pattern):
-    tiles = tiles_of(pattern, (64, 64), 64, 64).transposed()
+def test_bias_lookups_hold_no_indices(pattern):
+    tiles = make_tiles(pattern, (64, 64), 64, 64).transposed()
     bias = jax.ShapeDtypeStruct((2, tiles.entries), "float32")
     assert len(jax.jit(tiles.by_slot).lower(bias).as_text()) < 20_000

@@ -33,18 +33,18 @@ CASES = [dataclasses.replace(case, layout="BLND") for case in CASES]
 FAST = [CASES[i] for i in (0, 6)]
 
 
-def drawn(case, seed=0):
+def draw_operands(case, seed=0):
     """qkv [B, L, 3, N, D], coords, freqs."""
     return np.stack(case.data(seed, 3), axis=2), *case.coords_and_freqs()
 
 
-def unpacked(case, qkv, coords, freqs, **kwargs):
+def call_unpack(case, qkv, coords, freqs, **kwargs):
     return unpack_and_rotate(
         jnp.asarray(qkv), Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing), **kwargs
     )
 
 
-def packed(case, q, k, v, coords, freqs, **kwargs):
+def call_pack(case, q, k, v, coords, freqs, **kwargs):
     return rotate_back_and_pack(
         *map(jnp.asarray, (q, k, v)),
         Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing),
@@ -53,24 +53,24 @@ def packed(case, q, k, v, coords, freqs, **kwargs):
 
 
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
-def test_unpacking_is_rotating_the_parts_bit_for_bit(case):
-    qkv, coords, freqs = drawn(case)
+def test_unpacking_equals_rotating_the_parts_bit_for_bit(case):
+    qkv, coords, freqs = draw_operands(case)
     compiled = functools.partial(jax.jit, compiler_options=AS_USERS)
-    unpack = compiled(lambda *args: unpacked(case, *args, implementation="triton"))
-    turned = compiled(
+    unpack = compiled(lambda *args: call_unpack(case, *args, implementation="triton"))
+    rotate_parts = compiled(
         lambda q, k, *args: rotate(q, k, Rotation(*args, case.pairing), implementation="triton")
     )
-    *found, v = map(bits, unpack(qkv, coords, freqs))
+    *unpacked_parts, v = map(bits, unpack(qkv, coords, freqs))
     parts = np.moveaxis(qkv, 2, 0)
-    for x, expected in zip(found, turned(*parts[:2], coords, freqs), strict=True):
+    for x, expected in zip(unpacked_parts, rotate_parts(*parts[:2], coords, freqs), strict=True):
         assert np.array_equal(x, bits(expected))
     assert np.array_equal(v, bits(parts[2]))
 
 
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
-def test_packing_turns_back(case):
+def test_packing_rotates_back(case):
     (q, k, v), (coords, freqs) = case.data(1, 3), case.coords_and_freqs()
-    pack = jax.jit(lambda *args: packed(case, *args, implementation="triton"))
+    pack = jax.jit(lambda *args: call_pack(case, *args, implementation="triton"))
     out = pack(q, k, v, coords, freqs)
     assert (out.shape, out.dtype) == ((*q.shape[:2], 3, *q.shape[2:]), case.dtype)
     theta = angles(coords, freqs)
@@ -84,31 +84,31 @@ def test_packing_turns_back(case):
 
 @pytest.mark.parametrize("case", covering([CASES[i] for i in (0, 1, 5, 6)], [CASES[6]]), ids=str)
 def test_gradients(case):
-    """Of data, coords and freqs, against float64 and against plain jnp in the same precision."""
-    qkv, coords, freqs = drawn(case)
+    """Gradients of data, coords and freqs, against float64 and plain jnp in the same precision."""
+    qkv, coords, freqs = draw_operands(case)
     cotangents = case.data(5, 3)
 
     def gradients(gs, *args, **kwargs):
-        return jax.vjp(lambda *args: unpacked(case, *args, **kwargs), *args)[1](tuple(gs))
+        return jax.vjp(lambda *args: call_unpack(case, *args, **kwargs), *args)[1](tuple(gs))
 
     result, plain = (
         jax.jit(functools.partial(gradients, implementation=name))(cotangents, qkv, coords, freqs)
         for name in ("triton", "xla")
     )
-    dq, dk, *of_angles = exact_gradients(
+    dq, dk, *d_angles = exact_gradients(
         case, cotangents[:2], qkv[:, :, 0], qkv[:, :, 1], coords, freqs
     )
-    exact = np.stack([dq, dk, cotangents[2].astype(np.float64)], axis=2), *of_angles
+    exact = np.stack([dq, dk, cotangents[2].astype(np.float64)], axis=2), *d_angles
     assert_as_exact_as(result, plain, exact)
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_packing_has_gradients_of_angles_too(shared):
+def test_packing_has_gradients_of_angles(shared):
     case = Case(tokens=4, heads=2, head_dim=8, pairs=3, shared=shared)
-    parts, terms, weights = case.data(7, 3), case.coords_and_freqs(), drawn(case, 8)[0]
+    parts, terms, weights = case.data(7, 3), case.coords_and_freqs(), draw_operands(case, 8)[0]
 
     def gradients(kind):
-        loss = lambda *args: jnp.sum(weights * packed(case, *args, implementation=kind))
+        loss = lambda *args: jnp.sum(weights * call_pack(case, *args, implementation=kind))
         return jax.jit(jax.grad(loss, range(5)))(*parts, *terms)
 
     for x, expected in zip(gradients("triton"), gradients("xla"), strict=True):
@@ -118,11 +118,11 @@ def test_packing_has_gradients_of_angles_too(shared):
 @pytest.mark.parametrize("backward", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
 def test_second_derivatives(backward):
     case = Case(batch=1, tokens=3, heads=2, head_dim=8, pairs=3)
-    qkv, coords, freqs = drawn(case)
+    qkv, coords, freqs = draw_operands(case)
 
     def penalty(kind):
         def loss(x):
-            q, k, v = unpacked(case, x, coords, freqs, implementation=kind, backward=backward)
+            q, k, v = call_unpack(case, x, coords, freqs, implementation=kind, backward=backward)
             return jnp.sum(jnp.sin(q) * k * v)
 
         return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))(qkv)
@@ -133,41 +133,43 @@ def test_second_derivatives(backward):
 @pytest.mark.slow
 def test_vmap():
     case = Case(batch=1, tokens=5, heads=2, head_dim=8, pairs=3)
-    of_seeds = zip(*(drawn(case, seed) for seed in range(3)), strict=True)
-    qkv, coords, freqs = map(np.stack, of_seeds)
+    per_seed = zip(*(draw_operands(case, seed) for seed in range(3)), strict=True)
+    qkv, coords, freqs = map(np.stack, per_seed)
     freqs *= np.arange(1, 4, dtype=np.float32)[:, None, None, None]
     for axes in ((0, None, 0), (1, None, None), (0, 0, 0)):
         args = [np.moveaxis(qkv, 0, axes[0])]
         args += [x[0] if a is None else x for x, a in zip((coords, freqs), axes[1:], strict=True)]
-        ours, plain = (
-            jax.jit(jax.vmap(functools.partial(unpacked, case, implementation=kind), axes))(*args)
+        result, plain = (
+            jax.jit(jax.vmap(functools.partial(call_unpack, case, implementation=kind), axes))(
+                *args
+            )
             for kind in ("triton", "xla")
         )
-        for x, expected in zip(ours, plain, strict=True):
+        for x, expected in zip(result, plain, strict=True):
             np.testing.assert_allclose(x, expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.slow
 def test_programs_of_many_batch_items(monkeypatch):
-    # As if this were a large problem: the second program is short of items.
+    # Simulates a large problem: the second program has fewer items.
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1)
     assert unpack.tile_of(11, 6, 5, 16, 4, "half").batch == 8
     test_gradients(case)
 
 
-def test_long_rows_are_moved_one_after_the_other(monkeypatch):
+def test_long_rows_move_in_sequence(monkeypatch):
     case = Case(batch=1, tokens=40, heads=1, head_dim=64, pairs=3)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 32
     monkeypatch.setattr(unpack, "BYTES_IN_FLIGHT", 16)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 8
-    test_unpacking_is_rotating_the_parts_bit_for_bit(case)
+    test_unpacking_equals_rotating_the_parts_bit_for_bit(case)
 
 
 def test_nan_stays_where_it_is():
     case = Case(batch=3, tokens=5)
-    qkv, coords, freqs = drawn(case)
-    f = jax.jit(lambda *args: jnp.stack(unpacked(case, *args, implementation="triton"), axis=2))
+    qkv, coords, freqs = draw_operands(case)
+    f = jax.jit(lambda *args: jnp.stack(call_unpack(case, *args, implementation="triton"), axis=2))
     poison = np.zeros(qkv.shape, bool)
     poison[-1], poison[:, -1, :, -1], poison[..., 2 * case.pairs :] = True, True, True
     out = f(np.where(poison, np.nan, qkv).astype(qkv.dtype), coords, freqs)
@@ -185,16 +187,16 @@ def test_nan_stays_where_it_is():
 @hypothesis.given(data=st.data())
 def test_any_shape(data):
     case = data.draw(any_case(layout="BLND"))
-    qkv, *terms = drawn(case)
-    out = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(qkv, *terms)
+    qkv, *terms = draw_operands(case)
+    out = jax.jit(lambda *args: call_unpack(case, *args, implementation="triton"))(qkv, *terms)
     for i, x in enumerate(out[:2]):
         exact = turn(qkv[:, :, i], angles(*terms), case.pairing)
         np.testing.assert_allclose(x, exact, rtol=1e-5, atol=2e-5)
     assert np.array_equal(out[2], qkv[:, :, 2])
 
 
-def test_without_a_rotation_it_only_takes_apart():
-    qkv = jnp.asarray(drawn(Case())[0])
+def test_without_a_rotation_it_only_splits():
+    qkv = jnp.asarray(draw_operands(Case())[0])
     for i, x in enumerate(unpack_and_rotate(qkv, None)):
         assert np.array_equal(x, qkv[:, :, i])
     assert np.array_equal(rotate_back_and_pack(*(qkv[:, :, i] for i in range(3)), None), qkv)
@@ -231,28 +233,28 @@ ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
     ],
 )
 @pytest.mark.usefixtures("x64", "unchecked_annotations")
-def test_refusals(call, message):
+def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("gradient", covering(["learned", "triton", "xla"], ["learned"]))
-def test_tokens_of_padding_are_zeros_without_a_gradient(gradient):
-    """In the same launch, and whatever is in the padding's own gradient."""
+def test_padding_tokens_are_zeros_without_a_gradient(gradient):
+    """They come from the same launch, and any values in the gradient of padding are ignored."""
     case = Case(batch=2, tokens=5, heads=3, head_dim=24, pairs=10)
-    qkv, coords, freqs = map(jnp.asarray, drawn(case))
+    qkv, coords, freqs = map(jnp.asarray, draw_operands(case))
     cotangents = jnp.asarray(case.data(5, 3))
     spoiled = jnp.pad(cotangents, ((0, 0), (0, 0), (0, 3), (0, 0), (0, 0)), constant_values=jnp.nan)
     learned = (qkv, freqs) if gradient == "learned" else (qkv,)
     backward = "xla" if gradient == "xla" else "triton"
 
-    def both(gs, **options):
+    def values_and_gradients(gs, **options):
         options |= {"backward": backward}
-        f = lambda qkv, freqs=freqs: unpacked(case, qkv, coords, freqs, **options)
+        f = lambda qkv, freqs=freqs: call_unpack(case, qkv, coords, freqs, **options)
         out, pull_back = jax.vjp(f, *learned)
         return out, pull_back(tuple(gs))
 
-    run = jax.jit(both, static_argnames=("implementation", "padding"))
+    run = jax.jit(values_and_gradients, static_argnames=("implementation", "padding"))
     plain, expected = run(cotangents, implementation="xla", padding=0)
     for implementation in ("triton", "xla"):
         out, gradients = run(spoiled, implementation=implementation, padding=3)

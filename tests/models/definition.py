@@ -1,7 +1,7 @@
 """Vision transformers by their definition: NumPy, float64, image by image and head by head.
 
-Layers are those of a model, or of `layers_of` for official weights. Maps are [H, W, C], tokens
-[L, C].
+Layers are those of a model, or `build_layers` makes them from official weights. Maps are
+[H, W, C], tokens [L, C].
 """
 
 import itertools
@@ -15,8 +15,8 @@ def value(variable):
     return np.asarray(variable[...], np.float64)
 
 
-def layers_of(weights):
-    """Weights with torch's names as layers like flax's: "a.0.weight" is a[0].kernel, transposed."""
+def build_layers(weights):
+    """Converts torch's weights to layers like flax's: "a.0.weight" is a[0].kernel, transposed."""
     tree = {}
     for name, array in weights.items():
         *path, last = name.split(".")
@@ -76,8 +76,8 @@ def mlp(x, layer):
     return dense(silu(gate) * values, layer.fc2)
 
 
-def patches_of(image, side, stride, padding=0, border=0.0):
-    """The parts of a map that a kernel of `side` sees, [h, w, side, side, C]."""
+def extract_patches(image, side, stride, padding=0, border=0.0):
+    """The patches of a map that a kernel of `side` covers, [h, w, side, side, C]."""
     frame = ((padding, padding), (padding, padding), (0, 0))
     padded = np.pad(image, frame, constant_values=border)
     rows, columns = (range(0, n - side + 1, stride) for n in padded.shape[:2])
@@ -86,7 +86,7 @@ def patches_of(image, side, stride, padding=0, border=0.0):
 
 def convolve(image, layer, stride, padding=0):
     kernel = value(layer.kernel)
-    out = np.tensordot(patches_of(image, len(kernel), stride, padding), kernel, axes=3)
+    out = np.tensordot(extract_patches(image, len(kernel), stride, padding), kernel, axes=3)
     return out if getattr(layer, "bias", None) is None else out + value(layer.bias)
 
 
@@ -114,8 +114,8 @@ def turn(x, theta, interleaved=False):
 def attend(x, layer, heads, *, theta=None, interleaved=False, bias=None, allowed=True, scale=None):
     """Attention of tokens [L, C].
 
-    theta(head) [L, R] rotates q and k, bias(head) [L, L] joins the logits; layer.local(v), if there
-    is such a function, joins what comes out of a head.
+    theta(head) [L, R] rotates q and k, bias(head) [L, L] is added to the logits. layer.local(v), if
+    defined, is added to the output of a head.
     """
     local = getattr(layer, "local", None)
     qkv = dense(x, layer.qkv)

@@ -12,21 +12,21 @@ import rope_jax
 SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "kernel_size": 3}
 
 
-def filled_model(name, position=None, *, num_classes=5, **options):
-    """A model whose weights have the size of trained ones, and are the same in any dtype."""
+def make_filled_model(name, position=None, *, num_classes=5, **options):
+    """A model with weights of the size of trained ones, equal in any dtype."""
     make = lambda: rope_jax.create_model(
         name, position=position, num_classes=num_classes, **options
     )
-    return filled(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
+    return fill(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
 
 
 def small_model(name, position=None, **changes):
     """A small model for 3 x 5 patches and 5 classes."""
-    return filled_model(name, position, **SMALL | {"image_size": (6, 10)} | changes)
+    return make_filled_model(name, position, **SMALL | {"image_size": (6, 10)} | changes)
 
 
-def filled(model):
-    """A model with weights and batch statistics of the size that trained ones have."""
+def fill(model):
+    """Sets weights and batch statistics of the size of trained ones."""
     rng = np.random.default_rng(0)
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         spread = np.prod(param.shape[:-1]) ** -0.5 if path[-1] == "kernel" else 0.3
@@ -46,20 +46,20 @@ def _run(graph, state, images, train, key):
 
 
 def run(model, images, train=False, key=None):
-    """Logits of a model and its batch statistics after that, compiled once for equal models."""
+    """Logits of a model and its new batch statistics; compiled once for equal models."""
     logits, statistics = _run(*nnx.split(model), images, train, key)
     return np.asarray(logits), statistics
 
 
-def compiled(model, read):
-    """read(model, images, key), compiled."""
+def compile_read(model, read):
+    """Compiles read(model, images, key)."""
     graph, state = nnx.split(model)
     run = jax.jit(lambda state, images, key: read(nnx.merge(graph, state), images, key))
     return lambda images, key=None: run(state, images, key)
 
 
 def check_gradients(gradients, silent=lambda path: False):
-    """All gradients are finite, and none is zero but those of parameters that are silent."""
+    """Checks that all gradients are finite, and none is zero except of silent parameters."""
     for path, gradient in nnx.to_flat_state(gradients):
         gradient = np.asarray(gradient[...])  # jnp would compile a program for each shape
         assert np.isfinite(gradient).all(), path
@@ -73,7 +73,7 @@ def pictures(height, width, batch=2):
 
 
 def some_slow(cases, quick):
-    """Cases as parameters, of which all that are not in `quick` are slow."""
+    """Cases as parameters; all that are not in `quick` are slow."""
 
     def slow(case):
         return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)

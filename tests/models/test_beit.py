@@ -45,9 +45,9 @@ def test_deeper_layers_start_smaller_and_so_does_the_head(scan):
     )
     for layer in range(3):
         for path in (("attn", "proj"), ("attn", "qkv"), ("mlp", "fc1"), ("mlp", "fc2")):
-            one, other = (kernel(m, layer, path, scan) for m in (model, plain))
+            scaled, reference = (kernel(m, layer, path, scan) for m in (model, plain))
             factor = math.sqrt(2 * (layer + 1)) if path[1] in ("proj", "fc2") else 1
-            np.testing.assert_allclose(one * factor, other, rtol=1e-6)
+            np.testing.assert_allclose(scaled * factor, reference, rtol=1e-6)
     np.testing.assert_allclose(model.head.kernel[...] * 1000, plain.head.kernel[...], rtol=1e-6)
 
 
@@ -60,7 +60,7 @@ def kernel(model, layer, path, scan):
 TABLE = "blocks.1.attn.relative_position_bias_table"
 
 
-def test_one_tensor_holds_the_offsets_of_the_map_and_those_of_the_class_token():
+def test_one_tensor_holds_offsets_of_map_and_class_token():
     model = small()
     weights = {
         key: tensor(key, value.shape, "table")
@@ -75,7 +75,7 @@ def test_one_tensor_holds_the_offsets_of_the_map_and_those_of_the_class_token():
     assert_equal(export_state_dict(model, source="timm"), weights)
 
 
-def test_tables_of_another_size_are_resized_and_the_class_tokens_entries_are_not():
+def test_resizing_tables_keeps_the_entries_of_the_class_token():
     weights = export_state_dict(small(size=(12, 12)), source="timm")
     assert weights[TABLE].shape == (11 * 11 + 3, 3)
     model = small()
@@ -96,7 +96,7 @@ def test_tables_of_another_size_are_resized_and_the_class_tokens_entries_are_not
         rope_jax.convert_state_dict(model, weights, source="timm")
 
 
-def test_official_files_are_known_but_for_a_model_whose_class_token_has_no_bias():
+def test_official_files_need_a_bias_of_the_class_token():
     weights = export_state_dict(small(), source="timm")
     weights |= {
         f"blocks.{i}.attn.relative_position_index": np.zeros((16, 16), np.int64) for i in range(2)

@@ -1,4 +1,4 @@
-"""Blocks in a list and blocks in a scan are the same model."""
+"""Blocks in a list and blocks in a scan make the same model."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ CASES = {
 
 
 def pair(name):
-    """A model with its blocks in a list, and the same one with its blocks stacked."""
+    """A model with its blocks in a list, and one with its blocks stacked."""
     options, position = CASES[name]
     make = lambda scan: rope_jax.create_model(
         name, position=position, num_classes=5, image_size=(24, 32), scan_layers=scan, **options
@@ -33,27 +33,27 @@ def pair(name):
     return make(False), make(True)
 
 
-def stacked(tree):
-    """Parameters of blocks in lists, stacked as those of blocks in a scan."""
+def stack_tree(tree):
+    """Stacks parameters of blocks in lists as a scan has them."""
     if not isinstance(tree, dict):
         return tree
-    tree = {key: stacked(value) for key, value in tree.items()}
+    tree = {key: stack_tree(value) for key, value in tree.items()}
     if "blocks" in tree:
         tree["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tree["blocks"].values())
     return tree
 
 
 def gradients(model, images):
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
     @jax.value_and_grad
     def loss(params):
-        logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(3))
+        logits = nnx.merge(graph, params, others)(images, train=True, key=jax.random.key(3))
         return -jax.nn.log_softmax(logits)[:, 0].mean()
 
-    value, found = loss(params)
-    return value, nnx.to_pure_dict(found)
+    value, grads = loss(params)
+    return value, nnx.to_pure_dict(grads)
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def gradients(model, images):
 def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
     listed, scanned = pair(name)
     want, got = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (listed, scanned))
-    jax.tree.map(np.testing.assert_array_equal, got, stacked(want))
+    jax.tree.map(np.testing.assert_array_equal, got, stack_tree(want))
     images = pictures(20, 28)
     np.testing.assert_allclose(run(scanned, images)[0], run(listed, images)[0], rtol=0, atol=2e-6)
     (want, want_gradients), (got, got_gradients) = (
@@ -72,15 +72,15 @@ def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5),
         got_gradients,
-        stacked(want_gradients),
+        stack_tree(want_gradients),
     )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stacked_parameters_are_decayed_as_the_same_ones_in_a_list(name):
+def test_stacked_parameters_are_decayed_as_in_a_list(name):
     models = pair(name)
     listed, scanned = (decay_mask(nnx.state(model, nnx.Param)) for model in models)
-    jax.tree.map(np.testing.assert_array_equal, stacked(listed), scanned)
+    jax.tree.map(np.testing.assert_array_equal, stack_tree(listed), scanned)
 
 
 def test_the_program_of_a_scan_does_not_grow_with_depth():
@@ -88,8 +88,8 @@ def test_the_program_of_a_scan_does_not_grow_with_depth():
         make = lambda: rope_jax.create_model(
             "deit3_ti16", scan_layers=scan, **VIT | {"depth": depth}
         )
-        graph, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-        loss = lambda params, images: nnx.merge(graph, params, rest)(images).sum()
+        graph, params, others = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+        loss = lambda params, images: nnx.merge(graph, params, others)(images).sum()
         return (
             jax.jit(jax.grad(loss))
             .lower(params, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32))
@@ -101,7 +101,7 @@ def test_the_program_of_a_scan_does_not_grow_with_depth():
     assert lines(False, 6) > 1.5 * lines(False, 3)
 
 
-def test_blocks_that_are_not_equal_are_not_stacked():
+def test_unequal_blocks_are_not_stacked():
     models = [rope_jax.create_model("deit3_ti16", **VIT | {"width": width}) for width in (24, 48)]
     with pytest.raises(ValueError, match="shape"):
         stack_blocks([model.blocks[0] for model in models])

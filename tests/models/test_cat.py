@@ -14,7 +14,7 @@ from rope_jax.models.cat import cross_axis
 from rope_jax.weights import export_state_dict
 from rope_jax_kernels import Rotation, rotate
 from tests.models.definition import convolve, norm, value
-from tests.models.small import filled_model, pictures, run
+from tests.models.small import make_filled_model, pictures, run
 from tests.parity import official
 
 SMALL = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "image_size": 8}
@@ -22,7 +22,7 @@ RELEASED = {"operator": "released", "imprint": "decayed"}
 OPERATORS = ["paper", "released"]
 
 
-small = functools.partial(filled_model, "cat_5", **SMALL)
+small = functools.partial(make_filled_model, "cat_5", **SMALL)
 
 
 def random(*shape):
@@ -32,8 +32,8 @@ def random(*shape):
 # The operator
 
 
-def looped(q, k, v, operator):
-    """One number of the output after the other, from the formulas: q, k, v [H, W, D]."""
+def attend_in_loops(q, k, v, operator):
+    """Computes the output number by number from the formulas; q, k, v are [H, W, D]."""
     height, width, channels = q.shape
     out = np.zeros(q.shape)
     for h in range(height):
@@ -83,7 +83,7 @@ def reference(model, image, reads):
         heads = []
         for head, channels in enumerate(np.split(np.arange(options.width), options.heads)):
             keys = k[..., channels] * (1 - 2.0 ** (-5 - head))
-            out = looped(q[..., channels], keys, v[..., channels], options.operator)
+            out = attend_in_loops(q[..., channels], keys, v[..., channels], options.operator)
             out = (out - out.mean()) / np.sqrt(out.var() + 1e-5)
             heads.append(
                 out * value(block.attn.norm.scale)[head] + value(block.attn.norm.bias)[head]
@@ -110,7 +110,7 @@ def reference(model, image, reads):
     ],
     ids=str,
 )
-def test_the_model_is_its_definition(options, size, reads):
+def test_the_model_matches_its_definition(options, size, reads):
     model = small("none", image_size=size, dtype=jnp.float64, **options)
     images = pictures(*size).astype(jnp.float64)
     want = [reference(model, image, reads) for image in np.asarray(images)]
@@ -119,7 +119,7 @@ def test_the_model_is_its_definition(options, size, reads):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-def test_logits_are_those_of_the_released_code_in_float64_at_both_corners():
+def test_float64_logits_match_the_released_code_at_both_corners():
     name = "cat_released_224"
     case, golden = official.CASES[name], official.golden(name)
     make = lambda pool: rope_jax.create_model(
@@ -135,7 +135,7 @@ def test_logits_are_those_of_the_released_code_in_float64_at_both_corners():
     assert np.abs(model.head(other.pool(tokens)) - golden["logits_top_left"]).max() < 2e-5
 
 
-def test_weights_go_out_and_come_back():
+def test_weights_round_trip():
     model = small("cat_rope(mode=released)", **RELEASED)
     state_dict = export_state_dict(model, source="cat")
     q, v, k = np.split(state_dict["cv_head.layers.1.self_attn.qkv_proj.weight"], 3)
@@ -149,12 +149,14 @@ def test_weights_go_out_and_come_back():
         "cat_5", position="cat_rope(mode=released)", num_classes=5, **SMALL | RELEASED
     )
     rope_jax.convert_state_dict(other, state_dict | tables, source="cat")
-    for one, two in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
-        np.testing.assert_array_equal(one, two)
+    for original, restored in zip(
+        *(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True
+    ):
+        np.testing.assert_array_equal(original, restored)
 
 
 @pytest.mark.slow
-def test_weights_for_one_pairing_serve_the_other_without_an_imprint_on_q_and_k():
+def test_pairings_convert_without_an_imprint_on_q_and_k():
     position, images = "cat_rope(mode=released,pairing={})", pictures(8, 8)
     half, interleaved = (
         small(position.format(pairing), operator="released") for pairing in ("half", "interleaved")
@@ -171,7 +173,7 @@ def test_weights_for_one_pairing_serve_the_other_without_an_imprint_on_q_and_k()
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_attention_costs_the_power_of_one_and_a_half_of_the_number_of_tokens(operator):
+def test_attention_cost_grows_with_tokens_to_the_power_of_one_and_a_half(operator):
     def flops(side):
         x = jax.ShapeDtypeStruct((1, side**2, 1, 64), jnp.float32)
         run = jax.jit(functools.partial(cross_axis, grid=(side, side), operator=operator))
@@ -179,7 +181,7 @@ def test_attention_costs_the_power_of_one_and_a_half_of_the_number_of_tokens(ope
 
     assert flops(16) / flops(8) == pytest.approx(
         4**1.5, rel=0.02
-    )  # beside the products, sums over rows of the values
+    )  # sums over rows of the values add to the products
 
 
 # Options

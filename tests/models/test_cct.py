@@ -17,13 +17,13 @@ from tests.models.definition import (
     attend,
     convolve,
     dense,
+    extract_patches,
     mlp,
     norm,
-    patches_of,
     softmax,
     value,
 )
-from tests.models.small import filled_model, run, some_slow
+from tests.models.small import make_filled_model, run, some_slow
 
 SMALL = {"width": 32, "heads": 2, "depth": 2}
 CONVS = {
@@ -38,7 +38,7 @@ CONVS = {
 }
 
 
-small = functools.partial(filled_model, image_size=(12, 20), **SMALL)
+small = functools.partial(make_filled_model, image_size=(12, 20), **SMALL)
 
 
 def shapes(name, **options):
@@ -48,18 +48,18 @@ def shapes(name, **options):
 # The definition
 
 
-def tokens_of(model, image):
+def embed_image(model, image):
     options = model.options
     if not options.conv_layers:
         return convolve(image, model.patch_embed.proj, options.patch_size)
     for conv in model.patch_embed.convs:
         image = convolve(image, conv, options.conv_stride, options.conv_kernel // 2)
-        image = patches_of(np.maximum(image, 0), 3, 2, 1, -np.inf).max(axis=(2, 3))
+        image = extract_patches(np.maximum(image, 0), 3, 2, 1, -np.inf).max(axis=(2, 3))
     return image
 
 
-def logits_of(model, image, table):
-    x = tokens_of(model, image)
+def compute_logits(model, image, table):
+    x = embed_image(model, image)
     x = x.reshape(-1, x.shape[-1])
     if model.options.class_token:
         x = np.concatenate([value(model.class_token)[0], x])
@@ -85,20 +85,20 @@ def logits_of(model, image, table):
         ("cct_14_7x2", (45, 70), CONVS["7x2"]),
     ],
 )
-def test_logits_are_those_of_the_definition(name, size, options):
+def test_logits_match_the_definition(name, size, options):
     model = small(name, image_size=size, dtype=jnp.float64, **options)
     images = np.random.default_rng(3).standard_normal((2, *size, 3))
-    want = [logits_of(model, image, value(model.position.embedding)) for image in images]
+    want = [compute_logits(model, image, value(model.position.embedding)) for image in images]
     assert np.std(want) > 0.1
     np.testing.assert_allclose(run(model, jnp.asarray(images))[0], want, rtol=0, atol=1e-11)
 
 
 @pytest.mark.usefixtures("x64")
-def test_positions_come_to_another_map_by_linear_interpolation():
+def test_positions_are_interpolated_linearly():
     model = small("vit_lite_7_4", image_size=(8, 12), dtype=jnp.float64)  # 2 x 3 patches
     table = value(model.position.embedding)
-    # Twice as many, between them: a quarter from either neighbour's side, and what lies at the
-    # border stays there.
+    # Twice as many positions, a quarter of the spacing from the nearest one; those at the border
+    # stay there.
     between = lambda n: np.array(
         [
             [max(0.0, 1 - abs(min(max((i - 0.5) / 2, 0), n - 1) - j)) for j in range(n)]
@@ -106,13 +106,13 @@ def test_positions_come_to_another_map_by_linear_interpolation():
         ]
     )
     maps = table[1:].reshape(2, 3, -1)
-    wanted = np.concatenate(
+    expected = np.concatenate(
         [table[:1], np.einsum("yh,xw,hwc->yxc", between(2), between(3), maps).reshape(24, -1)]
     )
     image = np.random.default_rng(3).standard_normal((16, 24, 3))
     np.testing.assert_allclose(
         run(model, jnp.asarray(image[None]))[0][0],
-        logits_of(model, image, wanted),
+        compute_logits(model, image, expected),
         rtol=0,
         atol=1e-11,
     )
@@ -121,8 +121,8 @@ def test_positions_come_to_another_map_by_linear_interpolation():
 # Dropout of attention
 
 
-def attended(drop, *, position="none", key=None):
-    """What one attention layer makes of tokens, and its module."""
+def attend_once(drop, *, position="none", key=None):
+    """The output of one attention layer."""
     model = small("vit_lite_7_4", position)
     layer = model.blocks[0].attn
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 32)), jnp.float32)
@@ -132,11 +132,11 @@ def attended(drop, *, position="none", key=None):
 @pytest.mark.parametrize(
     "position", some_slow(["none", "rope_mixed+rpb", "lape(ape)", "lpe"], ["lpe"])
 )
-def test_dropout_sees_what_the_kernels_see(position):
-    # So rarely that nothing is dropped: the explicit computation and the kernel's.
+def test_dropout_computes_the_same_as_the_kernels(position):
+    # At this rate nothing is dropped; the explicit computation is compared with the kernel's.
     np.testing.assert_allclose(
-        attended(1e-12, position=position, key=jax.random.key(0)),
-        attended(0.0, position=position),
+        attend_once(1e-12, position=position, key=jax.random.key(0)),
+        attend_once(0.0, position=position),
         atol=2e-6,
     )
 
@@ -150,7 +150,7 @@ def test_dropout_drops_weights_after_the_softmax():
     weights = softmax(np.einsum("bqnd,bknd->bqnk", q, k) / math.sqrt(40))
     kept = np.asarray(got) > 0
     np.testing.assert_allclose(got, np.where(kept, weights / 0.75, 0), rtol=1e-4, atol=1e-7)
-    # A binomial share of 9,600: five standard deviations of sqrt(.75 * .25 / 9600) = 0.0044.
+    # A binomial fraction of 9,600: five standard deviations of sqrt(.75 * .25 / 9600) = 0.0044.
     assert abs(kept.mean() - 0.75) < 0.022
     assert (
         len({kept[b, :, n].tobytes() for b in range(3) for n in range(2)}) == 6
@@ -160,7 +160,7 @@ def test_dropout_drops_weights_after_the_softmax():
 # Start
 
 
-def test_weights_start_as_in_the_official_code():
+def test_initial_weights_match_the_official_code():
     model = rope_jax.create_model("cct_14_7x2", image_size=32, depth=1)
     for conv, inputs in zip(model.patch_embed.convs, (3, 64), strict=True):
         assert float(jnp.std(conv.kernel[...])) == pytest.approx(
@@ -178,7 +178,7 @@ def test_weights_start_as_in_the_official_code():
 # Weights
 
 
-def test_images_are_prepared_for_the_data_that_the_head_is_for():
+def test_preprocessing_follows_the_number_of_classes():
     crops = {
         n: name_table(shapes("cct_7_3x1", num_classes=n), "cct").preprocessing
         for n in (10, 100, 1000)

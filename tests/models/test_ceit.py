@@ -11,8 +11,8 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.layers import BatchNorm, dtypes_of
 from rope_jax.weights import export_state_dict
-from tests.models.definition import attend, convolve, dense, gelu, mlp, norm, patches_of, value
-from tests.models.small import filled_model, pictures, run
+from tests.models.definition import attend, convolve, dense, extract_patches, gelu, mlp, norm, value
+from tests.models.small import make_filled_model, pictures, run
 
 SMALL = {
     "width": 32,
@@ -26,19 +26,19 @@ SMALL = {
 }
 
 
-small = functools.partial(filled_model, "ceit_t", **SMALL)
+small = functools.partial(make_filled_model, "ceit_t", **SMALL)
 
 
 # The definition
 
 
 def each(function, images, *args):
-    """A function of the definition, image by image."""
+    """Applies a function of the definition image by image."""
     return np.stack([function(image, *args) for image in images])
 
 
 class Definition:
-    """A model in NumPy, on a batch; in training it collects the new statistics of batch norms."""
+    """A model in NumPy; in training it collects the new statistics of batch norms."""
 
     def __init__(self, model, train):
         self.model, self.train, self.seen = model, train, {}
@@ -57,7 +57,7 @@ class Definition:
     def leff(self, x, layer, grid):
         maps = x[:, 1:].reshape(len(x), *grid, -1)
         maps = gelu(self.batch_norm(dense(maps, layer.conv1), layer.bn1))
-        seen, kernel = each(patches_of, maps, 3, 1, 1), value(layer.conv2.kernel)[:, :, 0]
+        seen, kernel = each(extract_patches, maps, 3, 1, 1), value(layer.conv2.kernel)[:, :, 0]
         maps = np.einsum("bhwijc,ijc->bhwc", seen, kernel) + value(layer.conv2.bias)
         maps = gelu(self.batch_norm(maps, layer.bn2))
         maps = self.batch_norm(dense(maps, layer.conv3), layer.bn3)
@@ -67,7 +67,7 @@ class Definition:
         model, options = self.model, self.model.options
         stem, heads = model.patch_embed, options.heads
         x = self.batch_norm(each(convolve, images, stem.conv, 2, 3), stem.bn)
-        x = each(patches_of, x, 3, 2, 1, -np.inf).max(axis=(3, 4))
+        x = each(extract_patches, x, 3, 2, 1, -np.inf).max(axis=(3, 4))
         x = each(convolve, x, stem.proj, options.patch_size // 4)
         grid = x.shape[1:3]
         token = np.broadcast_to(value(model.class_token), (len(x), 1, x.shape[-1]))
@@ -85,21 +85,21 @@ class Definition:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("train", [False, True])
-def test_logits_and_statistics_are_those_of_the_definition(train):
+def test_logits_and_statistics_match_the_definition(train):
     model = small(dtype=jnp.float64)
     images = np.random.default_rng(3).standard_normal((3, 24, 40, 3))
     definition = Definition(model, train)
-    want = definition.logits(images, value(model.position.embedding))
-    wanted = [
+    expected_logits = definition.logits(images, value(model.position.embedding))
+    expected_stats = [
         definition.seen.get(id(leaf), value(leaf))
         for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
     ]
-    assert np.std(want) > 0.1
+    assert np.std(expected_logits) > 0.1
     logits, stats = run(model, jnp.asarray(images), train)
-    np.testing.assert_allclose(logits, want, rtol=0, atol=1e-11)
-    for (path, leaf), stat in zip(nnx.to_flat_state(stats), wanted, strict=True):
+    np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=1e-11)
+    for (path, leaf), stat in zip(nnx.to_flat_state(stats), expected_stats, strict=True):
         np.testing.assert_allclose(leaf[...], stat, rtol=0, atol=1e-12, err_msg=str(path))
-    assert len(wanted) == 2 * (1 + 3 * 2)
+    assert len(expected_stats) == 2 * (1 + 3 * 2)
 
 
 # Batch norm
@@ -128,7 +128,7 @@ def test_one_value_has_no_variance():
 # Training
 
 
-def test_statistics_change_in_the_module_that_is_called_and_in_no_state():
+def test_statistics_change_in_the_called_module_only():
     graph, state = nnx.split(BatchNorm(3, dtypes=dtypes_of(jnp.dtype(jnp.float32))))
     layer = nnx.merge(graph, state)
     jax.grad(lambda x: nnx.merge(graph, state)(x, True).sum())(pictures(2, 2))
@@ -140,7 +140,7 @@ def test_statistics_change_in_the_module_that_is_called_and_in_no_state():
 # Start and weights
 
 
-def test_weights_start_as_in_the_official_code():
+def test_initial_weights_match_the_official_code():
     model = rope_jax.create_model("ceit_t", depth=1, image_size=32)
     flat = {
         ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
@@ -153,7 +153,7 @@ def test_weights_start_as_in_the_official_code():
             np.testing.assert_array_equal(flat[f"{bn}.{part}"], start)
 
 
-def test_counts_of_batches_are_dropped():
+def test_batch_counts_are_dropped():
     model = small()
     state_dict = export_state_dict(model, source="ceit")
     counts = {

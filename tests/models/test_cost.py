@@ -43,58 +43,58 @@ def counts(model, depth):
         ("upernet(width=4,auxiliary_width=5)", NECK, sum(UPERNET.values())),
     ],
 )
-def test_heads_by_hand(head, neck, want):
-    found = counts(abstract("deit_ti16", head), 1)
-    assert found.pop("neck", 0) == neck
-    assert found == {"backbone": BACKBONE, "head": want}
+def test_heads_match_counts_by_hand(head, neck, want):
+    products = counts(abstract("deit_ti16", head), 1)
+    assert products.pop("neck", 0) == neck
+    assert products == {"backbone": BACKBONE, "head": want}
 
 
-def test_upernet_by_hand_and_module():
+def test_upernet_modules_match_counts_by_hand():
     model = abstract("deit_ti16", "upernet(width=4,auxiliary_width=5)")
-    found = counts(model, 2)
-    assert {name: n for name, n in found.items() if name.startswith("head.")} == {
+    products = counts(model, 2)
+    assert {name: n for name, n in products.items() if name.startswith("head.")} == {
         f"head.{name}": n for name, n in UPERNET.items()
     }
 
 
 @pytest.mark.parametrize("head", [None, "linear"])
-def test_the_table_of_flax_names_the_command_and_does_no_harm(head):
+def test_flax_tabulate_names_the_command_and_has_no_effect(head):
     with pytest.raises(NotImplementedError, match=r"python -m rope_jax\.models\.cost"):
         nnx.tabulate(abstract("deit_ti16", head), np.zeros((1, *SIZE, 3), np.float32))
     abstract("deit_ti16", head)  # can still be created
 
 
-def test_vit_adapter_by_hand():
+def test_vit_adapter_matches_counts_by_hand():
     settings = {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
-    found = counts(abstract("vit_adapter_ti16", "upernet(width=4)", **settings), None)
-    own = lambda name: {
+    products = counts(abstract("vit_adapter_ti16", "upernet(width=4)", **settings), None)
+    submodules = lambda name: {
         module.removeprefix(f"{name}."): n
-        for module, n in found.items()
+        for module, n in products.items()
         if module.startswith(f"{name}.")
     }
     branch = 8 * 12 + 24 + 2 * 3  # tokens of strides 8, 16 and 32
-    # 4 points in each of three maps, or of one; four corners around each of them.
+    # 4 points in each of three maps, or in one; each has four corners.
     injector = {"offset": 24 * 8 * 24, "weight": 24 * 8 * 12, "value": branch * 8**2}
     injector |= {"out": 24 * 8**2}
     interaction = "backbone.interactions.1"
-    assert own(f"{interaction}.injector.attn") == injector
-    assert found[f"{interaction}.injector.attn"] == 24 * 12 * 4 * 8
-    assert found[f"{interaction}.extractors.0.attn"] == branch * 4 * 4 * 8
-    assert found[f"{interaction}.extractors.0.conv"] == branch * 9 * 2
-    assert found["backbone.prior.convs.0.conv"] == 8 * 12 * 9 * 4 * 8
+    assert submodules(f"{interaction}.injector.attn") == injector
+    assert products[f"{interaction}.injector.attn"] == 24 * 12 * 4 * 8
+    assert products[f"{interaction}.extractors.0.attn"] == branch * 4 * 4 * 8
+    assert products[f"{interaction}.extractors.0.conv"] == branch * 9 * 2
+    assert products["backbone.prior.convs.0.conv"] == 8 * 12 * 9 * 4 * 8
 
 
 def test_all_products_of_queries_are_counted():
-    """Those of the learned ones, too, which no image has a part in, and of deformable attention."""
+    """Including deformable attention and learned queries, which do not depend on the image."""
     small = "queries=5,width=8,heads=1,groups=1,depth=1,hidden=4,pixel_depth=1,pixel_hidden=4"
-    found = counts(abstract("deit_ti16", f"mask2former({small})"), None)
+    products = counts(abstract("deit_ti16", f"mask2former({small})"), None)
     decoder = "head.decoder"
-    assert found[f"{decoder}.layers.0.cross.q"] == 5 * 8**2
-    assert found[f"{decoder}.layers.0.cross"] == 2 * 5 * 6 * 8  # the map of stride 32
-    assert found[f"{decoder}.layers.0.attn"] == 2 * 5**2 * 8
-    assert found[f"{decoder}.embed.0"] == 2 * 5 * 8**2  # before and after the layer
+    assert products[f"{decoder}.layers.0.cross.q"] == 5 * 8**2
+    assert products[f"{decoder}.layers.0.cross"] == 2 * 5 * 6 * 8  # the map of stride 32
+    assert products[f"{decoder}.layers.0.attn"] == 2 * 5**2 * 8
+    assert products[f"{decoder}.embed.0"] == 2 * 5 * 8**2  # before and after the layer
     tokens = 8 * 12 + 24 + 2 * 3  # of strides 8, 16 and 32; 4 points in each, of 4 corners
-    assert found["head.pixel_decoder.layers.0.attn"] == tokens * 12 * 4 * 8
+    assert products["head.pixel_decoder.layers.0.attn"] == tokens * 12 * 4 * 8
 
 
 def test_the_command_counts_heads(capsys):

@@ -21,7 +21,7 @@ EPSILON = {"deit_ti16": 1e-6, "deit3_ti16": 1e-6, "vit_s16": 1e-5, "nat_isotropi
 
 
 def neighbours(kernel):
-    """Who attends to whom: the nearest rows and columns, moved inwards at the border."""
+    """The pairs that attend: the nearest rows and columns, moved inwards at the border."""
     allowed = True
     for axis, n in enumerate(GRID):
         at = PLACES[:, axis]
@@ -96,7 +96,7 @@ def lape_of_sines(model):
         ("nat_isotropic_s16", "axial_rope", axial),
     ],
 )
-def test_logits_are_those_of_the_definition(name, position, scheme):
+def test_logits_match_the_definition(name, position, scheme):
     model = small_model(name, position, dtype=jnp.float64)
     images = np.random.default_rng(1).standard_normal((2, 6, 10, 3))
     logits, _ = run(model, jnp.asarray(images))

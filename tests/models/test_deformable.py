@@ -12,26 +12,26 @@ SIZES = [(3, 5), (2, 2)]
 TOKENS = sum(h * w for h, w in SIZES)
 
 
-def test_points_are_read_as_by_the_definition_inside_and_outside_of_the_maps():
+def test_sampled_points_match_the_definition_also_outside_of_maps():
     rng = np.random.default_rng(0)
     values = rng.standard_normal((2, TOKENS, 2, 4)).astype(np.float32)
     locations = rng.uniform(-0.3, 1.3, (2, 6, 2, 2, 3, 2)).astype(np.float32)
     weights = rng.uniform(0, 1, (2, 6, 2, 2, 3)).astype(np.float32)
     read = jax.jit(lambda v, at, w: gather_sum(v, *corners_of(at, w, SIZES)))
-    found = np.asarray(read(values, locations, weights))
+    sums = np.asarray(read(values, locations, weights))
     starts = np.cumsum([0, *(h * w for h, w in SIZES)])
     for b, q, n in np.ndindex(2, 6, 2):
-        wanted = 0
+        expected = 0
         for level, (h, w) in enumerate(SIZES):
             plane = values[b, starts[level] : starts[level + 1], n].reshape(h, w, 4)
             for p in range(3):
-                one = bilinear(plane, *locations[b, q, n, level, p])
-                wanted = wanted + weights[b, q, n, level, p] * one
-        np.testing.assert_allclose(found[b, q, n], wanted, atol=1e-5)
+                sample = bilinear(plane, *locations[b, q, n, level, p])
+                expected = expected + weights[b, q, n, level, p] * sample
+        np.testing.assert_allclose(sums[b, q, n], expected, atol=1e-5)
 
 
 @pytest.mark.usefixtures("x64")
-def test_gradients_are_those_of_differences():
+def test_gradients_match_finite_differences():
     rng = np.random.default_rng(1)
     values = rng.standard_normal((1, TOKENS, 1, 2))
     locations, weights = (
@@ -43,9 +43,9 @@ def test_gradients_are_those_of_differences():
         return jnp.sin(gather_sum(values, *corners_of(locations, weights, SIZES))).sum()
 
     arguments = (values, locations, weights)
-    found = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arguments)
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arguments)
     run = jax.jit(total)
-    for number, gradient in enumerate(found):
+    for number, gradient in enumerate(gradients):
         direction = rng.standard_normal(gradient.shape)
         moved = [
             [x + s * 1e-6 * direction if i == number else x for i, x in enumerate(arguments)]
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_differences():
         np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-6)
 
 
-def test_heads_begin_with_points_in_eight_directions():
+def test_initial_points_lie_in_eight_directions():
     layer = DeformableAttention(
         16, levels=2, heads=8, points=3, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype("float32"))
     )
@@ -63,8 +63,8 @@ def test_heads_begin_with_points_in_eight_directions():
     steps = [(1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1)]
     for head, step in enumerate(steps):
         for point in range(3):
-            wanted = np.multiply(step, point + 1)
-            np.testing.assert_allclose(offsets[head, :, point], [wanted, wanted], atol=1e-6)
+            expected = np.multiply(step, point + 1)
+            np.testing.assert_allclose(offsets[head, :, point], [expected, expected], atol=1e-6)
     assert not np.asarray(layer.offset.kernel[...]).any()
     assert not np.asarray(layer.weight.kernel[...]).any()
 

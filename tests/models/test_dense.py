@@ -14,7 +14,7 @@ from rope_jax.models.registry import find_model
 from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.own import OWN
 from tests.models.heads import test_dino, test_mask2former
-from tests.models.small import filled_model, some_slow
+from tests.models.small import make_filled_model, some_slow
 from tests.parity.official import assert_equal
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
@@ -30,7 +30,7 @@ def abstract(name, **settings):
 
 
 def shallow(name):
-    """Options for a model of at most four blocks, or two a stage, which is traced faster.
+    """Options for a model of at most four blocks, or two per stage, which is faster to trace.
 
     A ViT-Adapter keeps its blocks, in which its groups are counted, and two plain ViTs, of 12 and
     24 blocks, for those that heads take by default.
@@ -43,7 +43,7 @@ def shallow(name):
     return {"depth": min(options.depth, 4)}
 
 
-def logits_of(model, *size):
+def abstract_logits(model, *size):
     graph, state = nnx.split(model)
     images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
     return jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, images)
@@ -71,7 +71,7 @@ SERVED = [
 @pytest.mark.parametrize(
     ("name", "head"), some_slow(SERVED, [pair for pair in SERVED if pair[0] == "deit_ti16"])
 )
-def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(name, head):
+def test_backbones_serve_heads_or_name_those_they_serve(name, head):
     size = 56 if "14" in name else 64
     settings = {"head": head, "num_classes": 2, "image_size": size, **shallow(name)}
     settings |= {"operator": "released"} if name == "cat_5" else {}
@@ -87,7 +87,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         with pytest.raises(ValueError, match="width=96, which is not divisible by head_dim=64"):
             abstract(name, **settings)
     else:
-        logits = logits_of(abstract(name, **settings), size, 2 * size)
+        logits = abstract_logits(abstract(name, **settings), size, 2 * size)
         assert logits.shape == (1, size, 2 * size, 2)
 
 
@@ -140,27 +140,27 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ),
     ],
 )
-def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):
+def test_unsuitable_heads_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         abstract(name, **{"num_classes": 3} | settings)
 
 
 @pytest.mark.parametrize("name", ["deit_ti16", "swin_t", "nat_mini", "vit_adapter_ti16"])
-def test_a_head_of_four_maps_need_not_say_how_they_are_normalised(name, monkeypatch):
+def test_a_custom_head_of_four_maps_may_be_normalised(name, monkeypatch):
     class Own(HEADS["upernet"].family):
         normalised = True
 
     monkeypatch.setitem(HEADS, "own", dataclasses.replace(HEADS["upernet"], family=Own))
     model = abstract(name, head="own(width=4)", num_classes=3, image_size=64)
-    assert logits_of(model, 64, 96).shape == (1, 64, 96, 3)
+    assert abstract_logits(model, 64, 96).shape == (1, 64, 96, 3)
 
 
-def test_images_that_give_too_small_maps_are_refused(dense):
+def test_images_with_too_small_maps_are_refused(dense):
     with pytest.raises(ValueError, match="images of 16x32 pixels give this head maps of less than"):
-        logits_of(dense, 16, 32)
+        abstract_logits(dense, 16, 32)
 
 
-def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, capsys):
+def test_a_saved_model_with_a_head_is_created_again(dense, tmp_path, capsys):
     dense.class_names = ("a", "b", "c")
     rope_jax.save_pretrained(dense, tmp_path)
     again = rope_jax.create_model(tmp_path)
@@ -177,16 +177,16 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
         load_pretrained(classifier, tmp_path)
 
 
-def test_a_model_with_another_head_starts_from_the_backbone(dense, tmp_path, capsys):
+def test_another_head_starts_from_the_saved_backbone(dense, tmp_path, capsys):
     rope_jax.save_pretrained(dense, tmp_path)
-    other = filled_model("deit_ti16", head="dino(width=32)", num_classes=3, **TINY)
+    other = make_filled_model("deit_ti16", head="dino(width=32)", num_classes=3, **TINY)
     head = export_state_dict(other.head, source=OWN)
     load_pretrained(other, tmp_path)
-    of_backbone = export_state_dict(dense.backbone, source=OWN)
-    assert_equal(export_state_dict(other.backbone, source=OWN), of_backbone)
+    saved_backbone = export_state_dict(dense.backbone, source=OWN)
+    assert_equal(export_state_dict(other.backbone, source=OWN), saved_backbone)
     assert_equal(export_state_dict(other.head, source=OWN), head)
-    found = capsys.readouterr().out
-    assert found == "weights of a model with the head 'upernet': new neck, head\n"
+    message = capsys.readouterr().out
+    assert message == "weights of a model with the head 'upernet': new neck, head\n"
     linear = abstract("deit_ti16", head="linear", num_classes=3, **TINY)  # of normalised maps
     load_pretrained(linear, tmp_path)
     assert capsys.readouterr().out.endswith("'upernet': new norm, head\n")
@@ -195,23 +195,23 @@ def test_a_model_with_another_head_starts_from_the_backbone(dense, tmp_path, cap
         load_pretrained(deeper, tmp_path)
 
 
-def test_names_of_another_library_are_those_of_one_head(dense, tmp_path):
+def test_foreign_files_fit_only_their_own_head(dense, tmp_path):
     rope_jax.save_pretrained(dense, tmp_path, source="mmseg")
     other = abstract("deit_ti16", head="linear", num_classes=3, **TINY)
     with pytest.raises(ValueError, match="this model has the head 'linear': use weights of the sa"):
         load_pretrained(other, tmp_path)
 
 
-def test_stages_with_a_head_of_one_map_are_created_again_from_their_file(tmp_path):
+def test_a_file_restores_the_block_of_a_head_of_one_map(tmp_path):
     tiny = {"width": 4, "depths": (1, 1), "heads": (1, 1), "window_size": 2, "image_size": 16}
-    model = filled_model("swin_t", head="linear", num_classes=2, **tiny)
+    model = make_filled_model("swin_t", head="linear", num_classes=2, **tiny)
     rope_jax.save_pretrained(model, tmp_path)
     assert model.blocks == (1,) == abstract(tmp_path).blocks
 
 
-def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
+def test_a_file_restores_neck_and_last_norm(tmp_path):
     head = "upernet(width=4,auxiliary_width=0,neck=none)"
-    model = filled_model("deit_ti16", **DENSE | {"head": head, "last_norm": True})
+    model = make_filled_model("deit_ti16", **DENSE | {"head": head, "last_norm": True})
     rope_jax.save_pretrained(model, tmp_path)
     again = rope_jax.create_model(tmp_path)
     assert (again.neck, again.map_norm, again.options.last_norm) == (None, None, True)
@@ -221,10 +221,10 @@ def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
         load_pretrained(other, tmp_path)
 
 
-def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
+def test_a_missing_patch_bias_loads_as_zero(tmp_path):
     """Files of mmsegmentation's ViT have none by default."""
     settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
-    model, other = (make("deit_ti16", **settings) for make in (filled_model, abstract))
+    model, other = (make("deit_ti16", **settings) for make in (make_filled_model, abstract))
     weights = export_state_dict(model, source="mmseg")
     assert weights.pop("backbone.patch_embed.projection.bias").any()
     np.savez(tmp_path / "vit.npz", **weights)
@@ -232,39 +232,37 @@ def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
     assert not other.backbone.patch_embed.proj.bias[...].any()
 
 
-def test_another_epsilon_than_the_classifiers_is_told(classifier, tmp_path, capsys):
-    """As in Segmenter's code, whose encoder has 1e-5 with weights trained with 1e-6."""
+def test_an_epsilon_unlike_the_classifiers_is_reported(classifier, tmp_path, capsys):
+    """Segmenter's encoder has an epsilon of 1e-5 with weights trained with 1e-6."""
     path = tmp_path / "deit.safetensors"
     rope_jax.save_pretrained(classifier, path)
     used = "weights of a classifier: new head, not used head.bias, head.kernel"
-    for epsilon, told in ((1e-5, ", norm_epsilon=1e-05, trained with 1e-06"), (1e-6, "")):
+    for epsilon, note in ((1e-5, ", norm_epsilon=1e-05, trained with 1e-06"), (1e-6, "")):
         model = abstract("deit_ti16", norm_epsilon=epsilon, **TINY | {"head": "linear"} | CLASSES)
         load_pretrained(model, path)
-        assert capsys.readouterr().out == f"{used}{told}\n"
+        assert capsys.readouterr().out == f"{used}{note}\n"
         assert model.backbone.norm.epsilon == epsilon
 
 
 @pytest.mark.parametrize("source", [None, "timm"])
-def test_the_weights_of_a_classifier_are_those_of_the_backbone(
-    source, classifier, tmp_path, capsys
-):
+def test_a_classifier_fills_the_backbone(source, classifier, tmp_path, capsys):
     path = tmp_path / "deit.safetensors"
     rope_jax.save_pretrained(classifier, path, source=source)
     model = abstract("deit_ti16", **DENSE)
     load_pretrained(model, path)
-    theirs = export_state_dict(classifier, source=OWN)
+    expected = export_state_dict(classifier, source=OWN)
     for name, value in export_state_dict(model.backbone, source=OWN).items():
-        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
-    rest = nnx.state({"neck": model.neck, "head": model.head})
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(rest))
-    told = "weights of a classifier: new neck, head, not used head."
-    assert capsys.readouterr().out.startswith(told)
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    new_parts = nnx.state({"neck": model.neck, "head": model.head})
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(new_parts))
+    message = "weights of a classifier: new neck, head, not used head."
+    assert capsys.readouterr().out.startswith(message)
 
 
 @pytest.mark.parametrize(
     ("source", "size"), [(None, 64), ("timm", 96), pytest.param(None, 96, marks=pytest.mark.slow)]
 )
-def test_a_backbone_without_class_token_leaves_out_its_entries(
+def test_a_backbone_without_class_token_skips_its_entries(
     source, size, classifier, tmp_path, capsys
 ):
     """ViT-Adapter starts from a DeiT; its table is that of the patches, resized by the rule."""
@@ -279,17 +277,17 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
     np.testing.assert_allclose(model.backbone.position.embedding, table, atol=1e-6)
     kernel = classifier.blocks[3].mlp.fc2.kernel[...]
     np.testing.assert_array_equal(model.backbone.blocks[3].mlp.fc2.kernel[...], kernel)
-    found = capsys.readouterr().out
+    message = capsys.readouterr().out
     added = "prior, levels, interactions, up, map_norms, blocks.{i}.scale"
-    assert f"classifier: new {added}, head, not used" in found
-    assert ("cls_token" if source else "class_token") in found
-    classes = abstract("vit_adapter_ti16", num_classes=5, **BARE)  # whose head is no class token's
+    assert f"classifier: new {added}, head, not used" in message
+    assert ("cls_token" if source else "class_token") in message
+    classes = abstract("vit_adapter_ti16", num_classes=5, **BARE)  # whose head reads no class token
     with pytest.raises(ValueError, match="class_token is True there and False here"):
         load_pretrained(classes, path)
 
 
-def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
-    rope_jax.save_pretrained(filled_model("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
+def test_saved_vit_adapters_are_not_taken_for_classifiers(tmp_path, capsys):
+    rope_jax.save_pretrained(make_filled_model("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
     load_pretrained(abstract("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
     assert not capsys.readouterr().out
     windows = {"attention": "window", "window_size": 2, "window_padding": "qkv"}
@@ -304,10 +302,8 @@ def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
         ("last_norm", {"last_norm": False}, "norm.scale"),
     ],
 )
-def test_a_model_without_classes_is_no_backbone_of_another(
-    option, settings, key, classifier, tmp_path
-):
-    """Only backbones of dense prediction leave out a class token and a last norm in silence."""
+def test_a_model_without_classes_keeps_strict_loading(option, settings, key, classifier, tmp_path):
+    """Only backbones of dense prediction drop a class token or a last norm without an error."""
     model = abstract("deit_ti16", num_classes=0, **settings, **TINY)
     rope_jax.save_pretrained(classifier, tmp_path)
     advice = rf"Create the model as it was saved, with {option}=True, or with a head of dense"
@@ -392,7 +388,7 @@ COUNTED = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
 )
 def test_official_names_of_models_with_heads(name, settings, source, shapes, more):
     """Backbone and head are named as in published checkpoints, which hold more than parameters."""
-    model, other = (make(name, **settings) for make in (filled_model, abstract))
+    model, other = (make(name, **settings) for make in (make_filled_model, abstract))
     weights = export_state_dict(model, source=source)
     assert {key: weights[key].shape for key in shapes} == shapes
     rope_jax.convert_state_dict(other, weights | more, source=source)

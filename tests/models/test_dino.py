@@ -15,7 +15,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.positions.resample import dinov2_matrix
 from rope_jax.weights import export_state_dict
-from tests.models.definition import layers_of, places, vit
+from tests.models.definition import build_layers, places, vit
 from tests.models.small import pictures, run, some_slow
 from tests.parity.official import assert_equal, draw
 from tests.parity.test_convert import assert_same
@@ -84,7 +84,7 @@ def definition(image, weights, options, *, table=None, angles=None):
     """
     names = {"cls_token": "class_token", "register_tokens": "registers"}
     names["storage_tokens"] = "registers"
-    layers = layers_of({names.get(key, key): array.copy() for key, array in weights.items()})
+    layers = build_layers({names.get(key, key): array.copy() for key, array in weights.items()})
     height, width = (side // PATCH for side in image.shape[:2])
     for block in layers.blocks:
         block.scale1, block.scale2 = block.ls1, block.ls2
@@ -93,9 +93,9 @@ def definition(image, weights, options, *, table=None, angles=None):
         if hasattr(block.mlp, "w12"):
             block.mlp.fc1, block.mlp.fc2 = block.mlp.w12, block.mlp.w3
         elif hasattr(block.mlp, "w1"):
-            one, other = block.mlp.w1, block.mlp.w2
-            kernel = np.concatenate([one.kernel, other.kernel], axis=1)
-            bias = np.concatenate([one.bias, other.bias])
+            gate, hidden = block.mlp.w1, block.mlp.w2
+            kernel = np.concatenate([gate.kernel, hidden.kernel], axis=1)
+            bias = np.concatenate([gate.bias, hidden.bias])
             block.mlp.fc1, block.mlp.fc2 = (
                 types.SimpleNamespace(kernel=kernel, bias=bias),
                 block.mlp.w3,
@@ -117,12 +117,12 @@ def dinov3_angles(height, width):
     return (2 * np.pi * centres[:, :, None] / periods).reshape(len(centres), -1)
 
 
-def as_trained(table, height, width):
+def keep_table(table, height, width):
     assert len(table) == 1 + height * width
     return table
 
 
-def resampled(matrix):
+def resample(matrix):
     """The rule of DINOv2 for another map: `matrix(before, after)` along each axis.
 
     The row of the class token stays as it is.
@@ -144,13 +144,15 @@ def resampled(matrix):
         [("dinov2_s14", (12, 12)), *((name, (8, 20)) for name in CASES)],
     ),
 )
-def test_models_are_their_definition(name, size):
+def test_models_match_their_definition(name, size):
     source, weights = weights_for(name)
     model = nnx.eval_shape(lambda: small(name, dtype=jnp.float64, mlp_ratio=2.0))
     assert model.options.norm_epsilon == (1e-6 if source == "dinov2" else 1e-5)
     rope_jax.convert_state_dict(model, weights, source=source)
     rule = (
-        as_trained if size == (12, 12) else resampled(antialiased if "reg" in name else stretched)
+        keep_table
+        if size == (12, 12)
+        else resample(antialias_matrix if "reg" in name else stretch_matrix)
     )
     positions = {"table": rule} if source == "dinov2" else {"angles": dinov3_angles}
     images = np.asarray(pictures(*size), np.float64)
@@ -169,7 +171,7 @@ def cubic(t, a):
     )
 
 
-def stretched(before, after):
+def stretch_matrix(before, after):
     """Bicubic with a = -0.75 at (i + 0.5) * before / (after + 0.1) - 0.5, edges repeated."""
     matrix = np.zeros((after, before))
     for i in range(after):
@@ -179,7 +181,7 @@ def stretched(before, after):
     return matrix
 
 
-def antialiased(before, after):
+def antialias_matrix(before, after):
     """Bicubic with a = -0.5, as wide as the ratio where that is above 1, without edges."""
     scale = max(before / after, 1.0)
     rows = [
@@ -189,7 +191,7 @@ def antialiased(before, after):
     return np.array([np.array(row) / sum(row) for row in rows])
 
 
-def test_the_table_of_dinov2_is_resized_as_torch_does():
+def test_the_table_of_dinov2_is_resized_as_by_torch():
     # torch 2.13: interpolate(eye(4)[None, None], scale_factor=(6.1 / 4, 1), mode="bicubic"),
     # float64.
     want = [
@@ -206,7 +208,7 @@ def test_the_table_of_dinov2_is_resized_as_torch_does():
 # Parameters
 
 
-def test_tokens_start_as_in_the_official_code():
+def test_initial_tokens_match_the_official_code():
     for name, spread in (("dinov2_s14_reg", 1e-6), ("dinov3_s16", 0.02)):
         model = small(name, width=240)
         for token, length in ((model.class_token[...], 1), (model.registers[...], 4)):
@@ -219,7 +221,7 @@ def test_tokens_start_as_in_the_official_code():
 # Files
 
 
-def test_what_the_official_file_holds_besides_is_known():
+def test_known_extras_of_official_files_are_ignored():
     _, weights = weights_for("dinov3_s16")
     plain, other = small("dinov3_s16"), small("dinov3_s16", seed=1)
     rope_jax.convert_state_dict(plain, weights, source="dinov3")
@@ -227,7 +229,7 @@ def test_what_the_official_file_holds_besides_is_known():
     weights["rope_embed.periods"] = np.float32([1, 10])
     for block in LAYERS:
         weights[f"{block}.attn.qkv.bias_mask"] = np.repeat(np.float32([1, np.nan, 1]), WIDTH)
-        weights[f"{block}.attn.qkv.bias"][WIDTH : 2 * WIDTH] = np.nan  # nobody reads it
+        weights[f"{block}.attn.qkv.bias"][WIDTH : 2 * WIDTH] = np.nan  # never read
     rope_jax.convert_state_dict(other, weights, source="dinov3")
     assert_same(other, plain)
     _, weights = weights_for("dinov2_g14_reg")
@@ -242,7 +244,7 @@ def test_what_the_official_file_holds_besides_is_known():
         [("dinov2_g14_reg", False), ("dinov3_s16_plus", True)],
     ),
 )
-def test_official_weights_go_out_as_they_came_in(name, scan):
+def test_official_weights_round_trip(name, scan):
     source, weights = weights_for(name)
     model = small(name, scan_layers=scan)
     rope_jax.convert_state_dict(model, weights, source=source)
@@ -271,15 +273,15 @@ def to_timm(weights):
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, ["dinov2_g14_reg", "dinov3_s16_plus"]))
-def test_timm_and_the_official_names_give_the_same_model(name):
+def test_timm_and_official_names_give_equal_models(name):
     source, weights = weights_for(name)
-    one, other = small(name), small(name, seed=1)
-    rope_jax.convert_state_dict(one, weights, source=source)
-    rope_jax.convert_state_dict(other, to_timm(weights), source="timm")
-    assert_same(one, other)
+    official, from_timm = small(name), small(name, seed=1)
+    rope_jax.convert_state_dict(official, weights, source=source)
+    rope_jax.convert_state_dict(from_timm, to_timm(weights), source="timm")
+    assert_same(official, from_timm)
 
 
-def test_channels_and_the_bias_of_q_are_permuted_to_another_pairing():
+def test_another_pairing_permutes_channels_and_the_bias_of_q():
     _, weights = weights_for("dinov3_s16")
     logits = {}
     for pairing in ("half", "interleaved"):
@@ -293,7 +295,7 @@ def test_channels_and_the_bias_of_q_are_permuted_to_another_pairing():
     np.testing.assert_allclose(logits["half"], logits["interleaved"], rtol=0, atol=1e-5)
 
 
-def test_timm_files_without_bias_of_q_and_v_fit_a_model_without():
+def test_timm_files_without_q_and_v_bias_fit_a_model_without():
     model = small("dinov3_s16", qkv_bias=False)
     weights = export_state_dict(model, source="timm")
     assert not [key for key in weights if "q_bias" in key or "qkv.bias" in key]

@@ -1,4 +1,4 @@
-"""What holds for every family: maps of any blocks, training, precision, and what is drawn."""
+"""Properties of every family: maps of any blocks, training, precision, and randomness."""
 
 import itertools
 import re
@@ -11,7 +11,14 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.training.optim import decay_mask
-from tests.models.small import check_gradients, compiled, filled_model, pictures, run, some_slow
+from tests.models.small import (
+    check_gradients,
+    compile_read,
+    make_filled_model,
+    pictures,
+    run,
+    some_slow,
+)
 
 SMALL = {"width": 24, "heads": 3, "depth": 3, "mlp_ratio": 2.0, "drop_path": 0.4}
 PATCH = SMALL | {"patch_size": 4}
@@ -32,11 +39,11 @@ SIZE = (16, 24)
 
 
 def small(name, **changes):
-    return filled_model(name, **{"image_size": SIZE} | FAMILIES[name][0] | changes)
+    return make_filled_model(name, **{"image_size": SIZE} | FAMILIES[name][0] | changes)
 
 
 @pytest.mark.parametrize("name", some_slow(FAMILIES, ["beit_b16", "ceit_t", "swin_t"]))
-def test_maps_after_all_blocks_are_those_of_the_model(name):
+def test_maps_of_all_blocks_match_the_stages(name):
     model, ends = small(name), FAMILIES[name][1]
     every = range(ends[-1] + 1)
 
@@ -45,7 +52,7 @@ def test_maps_after_all_blocks_are_those_of_the_model(name):
         raw = model.features(images, blocks=every, norm=False)
         return model.features(images), last, raw, model.norm(raw[-1])
 
-    usual, last, raw, normed = compiled(model, read)(pictures(*SIZE))
+    usual, last, raw, normed = compile_read(model, read)(pictures(*SIZE))
     assert [x.shape[1:3] for x in usual] == model.grids(SIZE)
     assert len(raw) == len(every)
     for x, end in zip(usual[:-1], ends, strict=False):  # all but the last map are not normalised
@@ -53,13 +60,13 @@ def test_maps_after_all_blocks_are_those_of_the_model(name):
     want = normed if model.norms_tokens else raw[-1]
     np.testing.assert_allclose(usual[-1], want, atol=1e-5)
     np.testing.assert_allclose(usual[-1], last[0], atol=1e-5)
-    for one, other in itertools.pairwise(raw):
-        assert one.shape != other.shape or np.abs(one - other).max() > 1e-2
+    for current, following in itertools.pairwise(raw):
+        assert current.shape != following.shape or np.abs(current - following).max() > 1e-2
 
 
 @pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "ceit_t"]))
-def test_rows_and_columns_are_where_they_were_in_the_image(name):
-    see = compiled(small(name), lambda model, images, _: model.features(images)[0])
+def test_maps_keep_the_orientation_of_the_image(name):
+    see = compile_read(small(name), lambda model, images, _: model.features(images)[0])
     images = pictures(*SIZE)
     change = np.abs(see(images.at[:, :4, -4:].add(1.0)) - see(images)).sum(axis=(0, 3))
     row, column = np.unravel_index(change.argmax(), change.shape)
@@ -104,10 +111,12 @@ def test_training_in_bfloat16_reaches_every_parameter(name, position):
 
 
 @pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "cat_5"]))
-def test_bfloat16_is_for_activations_only_and_close(name):
+def test_bfloat16_affects_activations_only(name):
     precise, rough = small(name), small(name, dtype=jnp.bfloat16)
-    for one, other in zip(*(jax.tree.leaves(nnx.state(x)) for x in (precise, rough)), strict=True):
-        np.testing.assert_array_equal(one, other, strict=True)
+    for precise_leaf, rough_leaf in zip(
+        *(jax.tree.leaves(nnx.state(x)) for x in (precise, rough)), strict=True
+    ):
+        np.testing.assert_array_equal(precise_leaf, rough_leaf, strict=True)
     want, got = (run(model, pictures(*SIZE))[0] for model in (precise, rough))
     assert got.dtype == jnp.bfloat16
     # Some thirty roundings in a row to 2**-8, and no more than twice their square root.
@@ -129,10 +138,10 @@ def test_only_training_drops_and_only_with_a_key(name, position):
     np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
     with pytest.raises(ValueError, match=r"needs a key for .*drop_path"):
         model(images, train=True)
-    one, same, other = (run(model, images, True, jax.random.key(seed))[0] for seed in (0, 0, 1))
-    np.testing.assert_array_equal(one, same)
-    assert (one != other).any()
-    assert (one != plain).any()
+    first, again, other = (run(model, images, True, jax.random.key(seed))[0] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert (first != plain).any()
     steady = small(name, position=position, **dict.fromkeys(model.options.draws, 0.0))
     if name == "dinov3_s16" or position == "cape":  # which draws, too
         assert (run(steady, images, True, jax.random.key(0))[0] != plain).any()
@@ -164,8 +173,8 @@ READS = {
 
 @pytest.mark.parametrize("name", some_slow(READS, ["dinov3_s16", "beit_b16"]))
 def test_the_head_reads_pooled_features(name):
-    both = lambda model, x, _: (model(x), model.head(READS[name](model, x)))
-    logits, want = compiled(small(name), both)(pictures(*SIZE))
+    read = lambda model, x, _: (model(x), model.head(READS[name](model, x)))
+    logits, want = compile_read(small(name), read)(pictures(*SIZE))
     np.testing.assert_allclose(logits, want, rtol=0, atol=1e-5)
 
 
@@ -177,7 +186,7 @@ def test_every_map_can_be_normalised():
         raw = model.features(images, blocks=(0, 2), norm=False)
         return normed, [model.norm(x) for x in raw]
 
-    for got, want in zip(*compiled(model, read)(pictures(*SIZE)), strict=True):
+    for got, want in zip(*compile_read(model, read)(pictures(*SIZE)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
@@ -194,9 +203,9 @@ def test_maps_train_with_drop_path_and_gradients(name):
         return sum((x**2).mean() for x in maps)
 
     run = jax.jit(jax.value_and_grad(loss))
-    (one, gradients), (other, _) = (run(params, jax.random.key(seed)) for seed in (0, 1))
-    assert np.isfinite(one)
-    assert abs(one - other) > 1e-4 * abs(one)
+    (first, gradients), (second, _) = (run(params, jax.random.key(seed)) for seed in (0, 1))
+    assert np.isfinite(first)
+    assert abs(first - second) > 1e-4 * abs(first)
     unused = ("head", "norm", "lca", "layer_embedding", "attention_pool")
     for path, gradient in nnx.to_flat_state(gradients):
         assert np.isfinite(gradient[...]).all(), path
@@ -219,13 +228,13 @@ def test_stacked_blocks_give_the_same_maps():
         read = lambda model, images, key, settings=settings: model.features(
             images, blocks=(0, 2), norm=False, key=key, **settings
         )
-        got, want = (compiled(model, read)(pictures(*SIZE), key) for model in (scanned, listed))
-        for one, other in zip(got, want, strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-5)
+        got, want = (compile_read(model, read)(pictures(*SIZE), key) for model in (scanned, listed))
+        for scanned_map, listed_map in zip(got, want, strict=True):
+            np.testing.assert_allclose(scanned_map, listed_map, atol=2e-5)
 
 
 @pytest.mark.parametrize(("name", "block", "after"), [("swin_t", 1, 2), ("deit3_s16", 0, 1)])
-def test_blocks_after_the_last_one_wanted_are_not_run(name, block, after):
+def test_blocks_after_the_last_requested_one_do_not_run(name, block, after):
     model = small(name)
     blocks = model.blocks if name == "deit3_s16" else model.stages[0].blocks
     blocks[after].mlp = None  # such a block cannot even be traced
@@ -245,7 +254,7 @@ def test_blocks_after_the_last_one_wanted_are_not_run(name, block, after):
         ("swin_t", {"train": True}, "train=True needs a key for drop_path"),
     ],
 )
-def test_what_cannot_be_is_refused(name, settings, advice):
+def test_unsuitable_arguments_of_features_are_refused(name, settings, advice):
     model = small(name)
     with pytest.raises(ValueError, match=re.escape(advice)):
         nnx.eval_shape(lambda: model.features(pictures(*SIZE), **settings))
@@ -255,7 +264,7 @@ def test_a_model_without_a_last_norm():
     bare = small("deit3_s16", last_norm=False)
     assert not [path for path, _ in nnx.to_flat_state(nnx.state(bare)) if path[0] == "norm"]
     images = pictures(*SIZE)
-    usual, raw = compiled(
+    usual, raw = compile_read(
         bare, lambda model, images, _: (model.features(images), model.features(images, norm=False))
     )(images)
     np.testing.assert_array_equal(usual[0], raw[0])
@@ -277,7 +286,7 @@ def test_a_model_without_a_last_norm():
         ("t2t_vit_7", (225, 227), (14, 15)),
     ],
 )
-def test_grids_are_the_maps_that_come_out_of_the_stem(name, size, grid):
+def test_grids_predict_the_maps_of_the_stem(name, size, grid):
     model = nnx.eval_shape(lambda: rope_jax.create_model(name, depth=1, image_size=size))
     graph, state = nnx.split(model)
     images = jax.ShapeDtypeStruct((2, *size, 3), jnp.float32)
@@ -303,7 +312,7 @@ DECAYED = {
 
 
 @pytest.mark.parametrize("name", DECAYED)
-def test_weights_are_decayed_as_in_the_official_code(name):
+def test_decayed_weights_match_the_official_code(name):
     model = nnx.eval_shape(lambda: rope_jax.create_model(name, depth=1))
     leaves = jax.tree.leaves_with_path(decay_mask(nnx.state(model, nnx.Param)))
     mask = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -343,7 +352,7 @@ UNIFORM = [
 
 
 @pytest.mark.parametrize(("name", "options", "layers"), UNIFORM)
-def test_layers_of_official_codes_in_torch_start_as_there(name, options, layers):
+def test_layers_start_with_torchs_uniform_range(name, options, layers):
     """Uniform within one over the root of the number of inputs."""
     model = rope_jax.create_model(name, num_classes=100, **options)
     params = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model))}

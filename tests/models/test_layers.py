@@ -9,7 +9,7 @@ from flax import nnx
 from rope_jax.models.layers import PatchProjection, dropout, dtypes_of, layer_norm, linear
 
 
-def made(kind, dtype):
+def make_layer(kind, dtype):
     """A layer with random parameters, and images for it: many, so that sums are long."""
     rngs, dtypes = nnx.Rngs(0), dtypes_of(jnp.dtype(dtype))
     layer = (
@@ -30,29 +30,29 @@ def made(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["bias", "no bias", "patches"])
-def test_gradients_of_parameters_are_sums_in_their_own_dtype(kind, x64):
+def test_parameter_gradients_are_summed_in_float32(kind, x64):
     """Gradients of a bfloat16 layer are the exact ones of its rounded inputs."""
-    call, params, images, d_out = made(kind, jnp.bfloat16)
+    call, params, images, d_out = make_layer(kind, jnp.bfloat16)
     images, d_out = (jnp.asarray(x, jnp.bfloat16) for x in (images, d_out))
     out, pull = jax.vjp(call, params, images)
-    found, d_images = pull(d_out)
+    grads, d_images = pull(d_out)
     assert (out.dtype, d_images.dtype) == (jnp.bfloat16, jnp.bfloat16)
-    exact_call, *_ = made(kind, jnp.float64)
+    exact_call, *_ = make_layer(kind, jnp.float64)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float64), params)
     exact_out, exact_pull = jax.vjp(exact_call, rounded, images.astype(jnp.float64))
     exact, exact_d_images = exact_pull(d_out.astype(jnp.float64))
-    for name, gradient in found.items():
+    for name, gradient in grads.items():
         assert gradient.dtype == jnp.float32
         np.testing.assert_allclose(
             gradient, exact[name], rtol=0, atol=3e-6 * np.abs(exact[name]).max(), err_msg=name
         )
-    for ours, theirs in ((out, exact_out), (d_images, exact_d_images)):
+    for result, reference in ((out, exact_out), (d_images, exact_d_images)):
         np.testing.assert_allclose(
-            np.asarray(ours, np.float64), theirs, rtol=0, atol=2**-7 * np.abs(theirs).max()
+            np.asarray(result, np.float64), reference, rtol=0, atol=2**-7 * np.abs(reference).max()
         )
 
 
-def normalized(dtype, params, x, *, apart):
+def apply_normalized(dtype, params, x, *, apart):
     """A linear layer after a layer norm, given to the layer or applied by itself.
 
     Computed in `dtype`, with parameters of their own dtype.
@@ -66,7 +66,7 @@ def normalized(dtype, params, x, *, apart):
     return layer(norm(x)) if apart else layer(x, norm)
 
 
-def test_a_norm_that_acts_on_the_weights_has_the_gradients_of_one_that_acts_on_rows(x64):
+def test_a_norm_folded_into_weights_keeps_gradients(x64):
     rng = np.random.default_rng(0)
     params = {
         0: {"scale": 1 + 0.3 * rng.normal(size=12), "bias": rng.normal(size=12)},
@@ -78,33 +78,35 @@ def test_a_norm_that_acts_on_the_weights_has_the_gradients_of_one_that_acts_on_r
     )
 
     def run(dtype, wide, apart):
-        call = lambda params, x: normalized(dtype, params, x, apart=apart)
+        call = lambda params, x: apply_normalized(dtype, params, x, apart=apart)
 
         @jax.jit
-        def both(params, x, d_out):
+        def pull_back(params, x, d_out):
             out, pull = jax.vjp(call, params, x)
             return out, *pull(d_out)
 
-        out, d_params, d_x = both(as_dtype(params, wide), x.astype(dtype), d_out.astype(dtype))
+        out, d_params, d_x = pull_back(as_dtype(params, wide), x.astype(dtype), d_out.astype(dtype))
         assert all(leaf.dtype == jnp.dtype(wide) for leaf in jax.tree.leaves(d_params))
         return jax.tree.map(lambda x: np.asarray(x, np.float64), (out, d_x, d_params))
 
     exact = run("float64", "float64", apart=True)
 
-    def error(found):
+    def error(result):
         return [
-            np.abs(ours - theirs).max() / np.abs(theirs).max()
-            for ours, theirs in zip(*map(jax.tree.leaves, (found, exact)), strict=True)
+            np.abs(value - reference).max() / np.abs(reference).max()
+            for value, reference in zip(*map(jax.tree.leaves, (result, exact)), strict=True)
         ]
 
     assert max(error(run("float32", "float64", apart=False))) < 1e-6
-    joined, apart = (error(run("bfloat16", "float32", apart)) for apart in (False, True))
-    assert max(joined) < 2**-6
-    assert all(ours < 1.5 * theirs + 2**-12 for ours, theirs in zip(joined, apart, strict=True))
+    folded_errors, apart = (error(run("bfloat16", "float32", apart)) for apart in (False, True))
+    assert max(folded_errors) < 2**-6
+    assert all(
+        ours < 1.5 * theirs + 2**-12 for ours, theirs in zip(folded_errors, apart, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("rate", "shared"), [(0.1, ()), (0.25, (1, 2))])
-def test_dropout_drops_numbers_or_whole_channels_and_keeps_the_mean(rate, shared):
+def test_dropout_drops_values_or_channels_and_keeps_the_mean(rate, shared):
     x = jnp.ones((100, 4, 4, 64))
     dropped = np.asarray(dropout(x, rate, jax.random.key(0), shared=shared))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / (1 - rate))}

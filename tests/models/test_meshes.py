@@ -52,7 +52,7 @@ def gradient(graph, params, stats, rest, images, key):
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, QUICK))
-def test_results_are_sharded_as_images_and_gradients_as_parameters(name, monkeypatch):
+def test_results_are_sharded_like_images_and_gradients_like_parameters(name, monkeypatch):
     monkeypatch.setattr(sharding, "SMALLEST", 64)
     mesh = AbstractMesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
     model = nnx.eval_shape(lambda: create(name))
@@ -64,9 +64,9 @@ def test_results_are_sharded_as_images_and_gradients_as_parameters(name, monkeyp
     run = lambda *state: gradient(graph, *state)
     with jax.sharding.use_abstract_mesh(mesh):
         gradients, (results, stats) = jax.eval_shape(run, params, *others, images, key)
-    for ours, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(params), strict=True):
-        whole = (None,) * (param.ndim - len(param.sharding.spec))
-        assert (*ours.sharding.spec,) == (*param.sharding.spec, *whole)
+    for grad, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(params), strict=True):
+        unsharded = (None,) * (param.ndim - len(param.sharding.spec))
+        assert (*grad.sharding.spec,) == (*param.sharding.spec, *unsharded)
     assert {x.sharding.spec[0] for x in results} == {("data", "fsdp")}
     assert all(not any(x.sharding.spec) for x in jax.tree.leaves(stats))
 
@@ -76,13 +76,13 @@ import jax, numpy as np, rope_jax
 from flax import nnx
 from rope_jax.system import sharding
 from rope_jax.system.sharding import put_batch, state_shardings
-from tests.models.small import filled, pictures
+from tests.models.small import fill, pictures
 from tests.models.test_meshes import CASES, create, gradient
 
 sharding.SMALLEST = 64
 jax.config.update("jax_disable_most_optimizations", True)
 mesh, key = jax.make_mesh((2, 2), ("data", "fsdp")), jax.random.key(0)
-model = filled(nnx.eval_shape(lambda: create("shallow")))
+model = fill(nnx.eval_shape(lambda: create("shallow")))
 graph, params, *others = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
 images = pictures(*CASES["shallow"][2], batch=4)
 run = jax.jit(lambda *state: gradient(graph, *state))
@@ -101,11 +101,11 @@ np.testing.assert_allclose(model(sharded), model(images), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.process
-def test_values_are_those_of_one_device():
+def test_values_match_one_device():
     run_on_devices(4, VALUES)
 
 
-def test_predictions_name_what_to_do_instead():
+def test_predict_under_explicit_meshes_names_the_remedy():
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     images = jax.ShapeDtypeStruct((2, 32, 48, 3), np.float32, sharding=split_batch(mesh))
     graph, state = nnx.split(nnx.eval_shape(lambda: create("dino")))

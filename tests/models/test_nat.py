@@ -17,16 +17,20 @@ from tests.models.test_swin import (
 )
 
 
-def halved(x, layer):
+def halve(x, layer):
     return convolve(x, layer, 2, padding=1)
 
 
 def stem(embed, image):
-    return norm(halved(halved(image, embed.proj[0]), embed.proj[1]), embed.norm, 1e-5)
+    return norm(
+        halve(halve(image, embed.proj[0]), embed.proj[1]),
+        embed.norm,
+        1e-5,
+    )
 
 
 def downsample(x, layer):
-    return norm(halved(x, layer.reduction), layer.norm, 1e-5)
+    return norm(halve(x, layer.reduction), layer.norm, 1e-5)
 
 
 def neighbourhoods(kernel, dilations):
@@ -37,14 +41,14 @@ def neighbourhoods(kernel, dilations):
         first = min(max(i // step - kernel // 2, 0), max(members - kernel, 0))
         return (j - i) % step == 0 and first <= j // step < first + kernel
 
-    def allowed(stage, block, grid):
+    def make_mask(stage, block, grid):
         step = dilations[stage] if block % 2 else 1
         pair = lambda query, key: all(
             near(i, j, n, step) for i, j, n in zip(query, key, grid, strict=True)
         )
         return np.array([[pair(query, key) for key in places(grid)] for query in places(grid)])
 
-    return allowed
+    return make_mask
 
 
 CONVOLUTIONS = {"stem": stem, "downsample": downsample}
@@ -60,7 +64,7 @@ CONVOLUTIONS = {"stem": stem, "downsample": downsample}
         pytest.param("nat_s_tiny", "rpb", {}, marks=pytest.mark.slow),
     ],
 )
-def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
+def test_nat_matches_its_definition_on_maps_of_any_size(name, position, parts):
     dilations = (3, 2) if name.startswith("di") else (1, 1)
     model = tiny(name, position, dtype=jnp.float64, kernel_size=3, dilations=dilations)
 
@@ -76,7 +80,7 @@ def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("position", ["rpb", pytest.param("lape(ape)", marks=pytest.mark.slow)])
-def test_padding_of_natten_0_14_takes_part(position):
+def test_pad_compat_pads_as_natten_0_14(position):
     """Maps of 9 x 13 and 5 x 7 tokens, padded in every second block to 12 x 13 and 6 x 7."""
     dilations = (4, 2)
     model = tiny(
@@ -111,7 +115,7 @@ def test_padding_of_natten_0_14_takes_part(position):
 
 
 @pytest.mark.slow
-def test_padding_of_natten_0_14_acts_on_small_maps_only():
+def test_pad_compat_changes_small_maps_only():
     plain, padded = (
         tiny("dinat_mini", "rpb", kernel_size=3, dilations=(2, 1), pad_compat=pad)
         for pad in (False, True)
@@ -125,7 +129,7 @@ def test_padding_of_natten_0_14_acts_on_small_maps_only():
         )
 
 
-def test_dilations_are_those_of_the_papers():
+def test_dilations_match_the_papers():
     for name, depths in {
         "dinat_mini": (3, 4, 6, 5),
         "dinat_base": (3, 4, 18, 5),
@@ -141,7 +145,7 @@ def test_dilations_are_those_of_the_papers():
         ]
 
 
-def test_layer_scale_is_where_the_official_code_has_it():
+def test_layer_scale_matches_the_official_code():
     scales = {}
     for name in rope_jax.list_models("*nat_[tsmb]*"):
         make = lambda name=name: rope_jax.create_model(name, depths=(1,), heads=(2,))
@@ -158,7 +162,7 @@ def test_layer_scale_is_where_the_official_code_has_it():
     np.testing.assert_array_equal(model.stages[0].blocks[0].scale2.gamma[...], np.float32(1e-5))
 
 
-def test_only_the_convolutions_of_the_stem_have_a_bias():
+def test_only_convolutions_of_the_stem_have_a_bias():
     model = tiny("nat_mini")
     assert all(layer.bias is not None for layer in model.patch_embed.proj)
     assert model.stages[0].downsample.reduction.bias is None

@@ -13,7 +13,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.registry import find_model
-from tests.models.small import filled, some_slow
+from tests.models.small import fill, some_slow
 from tests.positions.schemes import ALL, DEFAULTS
 
 # Options that make a model small, pixels of creation, pixels of the call. One model for each way in
@@ -37,7 +37,7 @@ BACKBONES = {
     "vit_lite_6_4": _FIXED,
     "vit_s16": _SMALL,
 }
-# For a scheme, these are like some of the others.
+# For a scheme, these are equivalent to some of the others.
 ALIKE = {
     "beit_b16": _SMALL,
     "cvt_7_4": _FIXED,
@@ -55,7 +55,7 @@ WITHOUT_TOKENS = ("cct", "cvt", "vit_adapter", "vit_s16")
 
 
 def reason(name, text):
-    """Why a backbone cannot have a scheme, or None where it can."""
+    """The reason why a backbone cannot have a scheme, or None."""
     if name == "cat_5" and any(biased in text for biased in ("alibi2d", "cpb", "irpe", "rpb")):
         return "this position adds a bias to the logits of a softmax, and the cross-axis"
     if "decomposed" in text and name.startswith(WINDOWS):
@@ -78,7 +78,7 @@ def make(name, text):
     )
 
 
-def loss_of(graph):
+def make_loss(graph):
     def loss(params, rest, images, key):
         logits = nnx.merge(graph, params, rest)(images, train=True, key=key)
         return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].sum()
@@ -86,13 +86,13 @@ def loss_of(graph):
     return jax.value_and_grad(loss)
 
 
-def images_of(name):
+def make_images(name):
     return jnp.asarray(
         np.random.default_rng(0).standard_normal((2, *(BACKBONES | ALIKE)[name][2], 3)), jnp.float32
     )
 
 
-def test_every_family_is_here():
+def test_every_family_is_covered():
     of = lambda names: {
         (find_model(name).family, find_model(name).options.__class__) for name in names
     }
@@ -114,11 +114,11 @@ TRACED = [pair for pair in PAIRS if pair in QUICK or pair not in COMPILED]
 
 
 @pytest.mark.parametrize(("name", "text"), some_slow(TRACED, QUICK))
-def test_every_scheme_goes_with_every_backbone_or_says_why_not(name, text):
+def test_schemes_fit_backbones_or_say_why_not(name, text):
     def trace():
         graph, params, rest = nnx.split(make(name, text), nnx.Param, ...)
         return params, *jax.eval_shape(
-            loss_of(graph), params, rest, images_of(name), jax.random.key(0)
+            make_loss(graph), params, rest, make_images(name), jax.random.key(0)
         )
 
     if refusal := reason(name, text):
@@ -134,8 +134,8 @@ def test_every_scheme_goes_with_every_backbone_or_says_why_not(name, text):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), COMPILED)
 def test_gradients_are_finite(name, text):
-    graph, params, rest = nnx.split(filled(make(name, text)), nnx.Param, ...)
-    value, gradients = jax.jit(loss_of(graph))(params, rest, images_of(name), jax.random.key(0))
+    graph, params, rest = nnx.split(fill(make(name, text)), nnx.Param, ...)
+    value, gradients = jax.jit(make_loss(graph))(params, rest, make_images(name), jax.random.key(0))
     assert np.isfinite(value)
     for path, gradient in nnx.to_flat_state(gradients):
         assert np.isfinite(gradient[...]).all(), path

@@ -116,7 +116,7 @@ def count_parameters(make):
 @pytest.mark.parametrize(
     ("name", "options", "count"), some_slow(MORE + OWN + WITH_SCHEME + WITH_STAGES, QUICK)
 )
-def test_parameters_are_as_many_as_in_the_official_code(name, options, count):
+def test_parameter_counts_match_the_official_code(name, options, count):
     assert count_parameters(lambda: rope_jax.create_model(name, **options)) == count
 
 
@@ -129,17 +129,17 @@ def test_every_golden_count_is_used():
     assert counts == {count for _, _, count in CASES}
 
 
-def head_of(name, channels, **overrides):
+def head_maker(name, channels, **overrides):
     classes = 80 if name == "dino" else 150
     settings = {"channels": channels, "num_classes": classes, "overrides": overrides}
     return lambda: create_head(name, rngs=nnx.Rngs(0), **settings)
 
 
-def pyramid_of(*scales):
+def pyramid_maker(*scales):
     return lambda: FeaturePyramid(768, rngs=nnx.Rngs(0), **({"scales": scales} if scales else {}))
 
 
-def neck_of(channels):
+def neck_maker(channels):
     return lambda: FourScales(channels, rngs=nnx.Rngs(0), dtypes=FLOAT)
 
 
@@ -152,33 +152,36 @@ UPERNETS = [
     (384, 512, 29_187_222, 923_798),
 ]
 PARTS = [
-    *[(head_of("upernet", [c] * 4, width=width), own + aux) for c, width, own, aux in UPERNETS],
     *[
-        (head_of("upernet", [c] * 4, width=width, auxiliary_width=0), own)
-        for c, width, own, _ in UPERNETS
+        (head_maker("upernet", [c] * 4, width=width), decoder + aux)
+        for c, width, decoder, aux in UPERNETS
     ],
-    (head_of("upernet", [768] * 4), sum(UPERNETS[0][2:])),  # the width is that of the maps
-    (head_of("segmenter", [192]), 1_029_996),
-    (head_of("segmenter", [384]), 4_050_348),
-    (head_of("segmenter", [768]), 16_063_020),
-    (neck_of(192), 443_328),
-    (neck_of(384), 1_771_392),
-    (neck_of(768), 7_081_728),
-    (neck_of(1024), 12_588_032),
+    *[
+        (head_maker("upernet", [c] * 4, width=width, auxiliary_width=0), decoder)
+        for c, width, decoder, _ in UPERNETS
+    ],
+    (head_maker("upernet", [768] * 4), sum(UPERNETS[0][2:])),  # the width is that of the maps
+    (head_maker("segmenter", [192]), 1_029_996),
+    (head_maker("segmenter", [384]), 4_050_348),
+    (head_maker("segmenter", [768]), 16_063_020),
+    (neck_maker(192), 443_328),
+    (neck_maker(384), 1_771_392),
+    (neck_maker(768), 7_081_728),
+    (neck_maker(1024), 12_588_032),
     # DINO's neck and the rest of the head.
-    (head_of("dino", [256] * 4), 265_216 + 18_556_236),
-    (head_of("dino", [192, 384, 768]), 2_116_608 + 18_556_236),
-    (head_of("dino", [256, 512, 1024]), 2_821_120 + 18_556_236),
+    (head_maker("dino", [256] * 4), 265_216 + 18_556_236),
+    (head_maker("dino", [192, 384, 768]), 2_116_608 + 18_556_236),
+    (head_maker("dino", [256, 512, 1024]), 2_821_120 + 18_556_236),
     # Mask2Former's pixel decoder and its decoder.
-    (head_of("mask2former", [96, 192, 384, 768]), 5_421_504 + 14_497_431),
-    (head_of("mask2former", [128, 256, 512, 1024]), 5_544_384 + 14_497_431),
-    (pyramid_of(), 5_560_000),
-    (pyramid_of(2.0, 1.0, 0.5), 3_444_096),
+    (head_maker("mask2former", [96, 192, 384, 768]), 5_421_504 + 14_497_431),
+    (head_maker("mask2former", [128, 256, 512, 1024]), 5_544_384 + 14_497_431),
+    (pyramid_maker(), 5_560_000),
+    (pyramid_maker(2.0, 1.0, 0.5), 3_444_096),
     # ViTDet's backbone; the class token's entry in the official table of positions is not used.
     (lambda: rope_jax.create_model("deit_b16", num_classes=0, **WINDOWS), 85_796_352 - 768),
 ]
 
 
 @pytest.mark.parametrize(("make", "count"), PARTS)
-def test_heads_and_necks_have_as_many_as_in_their_code(make, count):
+def test_head_and_neck_counts_match_their_code(make, count):
     assert count_parameters(make) == count

@@ -11,20 +11,20 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from rope_jax.weights import load_pretrained
-from tests.models.small import SMALL, filled, pictures
+from tests.models.small import SMALL, fill, pictures
 
 WINDOWS = {"class_token": False, "attention": "window", "last_norm": False}
 
 
-def test_maps_halve_from_level_to_level_on_odd_maps_too():
+def test_maps_halve_at_every_level_even_if_odd():
     last = jax.ShapeDtypeStruct((1, 5, 9, 16), jnp.float32)
     maps = jax.eval_shape(lambda x: FeaturePyramid(16, outputs=8, rngs=nnx.Rngs(0))([x]), last)
     assert [x.shape[1:3] for x in maps] == [(20, 36), (10, 18), (5, 9), (2, 4), (1, 2)]
 
 
-def test_a_saved_backbone_fills_that_of_a_pyramid(tmp_path, capsys):
+def test_a_saved_backbone_fills_a_pyramids(tmp_path, capsys):
     make = lambda: rope_jax.create_model("deit_ti16", num_classes=0, **SMALL | WINDOWS)
-    vit = filled(nnx.eval_shape(make))
+    vit = fill(nnx.eval_shape(make))
     rope_jax.save_pretrained(vit, tmp_path)
     pyramid = lambda: FeaturePyramid(48, outputs=8, rngs=nnx.Rngs(0))
     model = PyramidBackbone(nnx.eval_shape(make), nnx.eval_shape(pyramid))
@@ -35,20 +35,20 @@ def test_a_saved_backbone_fills_that_of_a_pyramid(tmp_path, capsys):
 
 
 def test_a_saved_pyramid_fills_another(tmp_path, capsys):
-    def made(**options):
+    def make(**options):
         vit = rope_jax.create_model("deit_ti16", num_classes=0, **SMALL | WINDOWS | options)
         return PyramidBackbone(vit, FeaturePyramid(48, outputs=8, rngs=nnx.Rngs(0)))
 
-    model, other = filled(nnx.eval_shape(made)), nnx.eval_shape(made)
+    model, other = fill(nnx.eval_shape(make)), nnx.eval_shape(make)
     rope_jax.save_pretrained(model, tmp_path)
     load_pretrained(other, tmp_path)
-    found, want = (nnx.to_pure_dict(nnx.state(x)) for x in (other, model))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+    loaded, saved = (nnx.to_pure_dict(nnx.state(x)) for x in (other, model))
+    jax.tree.map(np.testing.assert_array_equal, loaded, saved)
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="does not describe its model"):
         rope_jax.create_model(tmp_path)
     with pytest.raises(ValueError, match="attention is window there and global here"):
-        load_pretrained(nnx.eval_shape(lambda: made(attention="global")), tmp_path)
+        load_pretrained(nnx.eval_shape(lambda: make(attention="global")), tmp_path)
 
 
 def test_the_pyramid_trains_in_bfloat16_with_drop_path():
@@ -61,7 +61,7 @@ def test_the_pyramid_trains_in_bfloat16_with_drop_path():
         pyramid = FeaturePyramid(48, rngs=nnx.Rngs(0), **settings)
         return PyramidBackbone(vit, pyramid)
 
-    graph, params = nnx.split(filled(nnx.eval_shape(make)))
+    graph, params = nnx.split(fill(nnx.eval_shape(make)))
 
     @jax.jit
     @jax.value_and_grad
@@ -78,7 +78,7 @@ def test_the_pyramid_trains_in_bfloat16_with_drop_path():
 
 
 @pytest.mark.parametrize("scales", [(), (1.0, 2.0), (3.0,), (8.0, 1.0), (0.25,)])
-def test_scales_that_there_are_no_maps_of_are_refused(scales):
+def test_impossible_scales_are_refused(scales):
     advice = f"scales={scales} must be powers of 2 in descending order, from 0.5 to one"
     with pytest.raises(ValueError, match=re.escape(advice)):
         FeaturePyramid(12, scales=scales, rngs=nnx.Rngs(0))

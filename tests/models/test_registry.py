@@ -1,4 +1,4 @@
-"""Models by name: what is there, and what is refused with which advice."""
+"""Models by name: the list, and refusals with their advice."""
 
 import dataclasses
 import inspect
@@ -18,11 +18,11 @@ from tests.postponed import PostponedOptions
 WINDOWS = {"attention": "window"}
 
 
-def shape_of(name, **options):
+def abstract_model(name, **options):
     return nnx.eval_shape(lambda: rope_jax.create_model(name, **options))
 
 
-def test_list_models_takes_patterns():
+def test_list_models_accepts_patterns():
     assert rope_jax.list_models("deit_*") == ["deit_b16", "deit_s16", "deit_ti16"]
     assert rope_jax.list_models("deit3_?16") == ["deit3_b16", "deit3_l16", "deit3_s16"]
     assert {
@@ -45,8 +45,8 @@ def test_list_models_takes_patterns():
         for name in rope_jax.list_models(pattern)
     ],
 )
-def test_defaults_of_every_isotropic_model(name):
-    model = shape_of(name)
+def test_defaults_of_isotropic_models(name):
+    model = abstract_model(name)
     digits = name == "vit_digits"
     assert model.head.kernel.shape == (model.options.width, 10 if digits else 1000)
     assert model.position.stage.grid == ((4, 4) if digits else (14, 14))
@@ -55,25 +55,29 @@ def test_defaults_of_every_isotropic_model(name):
     assert type(model.position).__name__ == scheme
 
 
-def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_papers():
+def test_initial_weights_follow_the_seed_and_the_papers():
     make = lambda seed: rope_jax.create_model(
         "vit_digits", position="ape", depth=1, width=48, heads=3, seed=seed
     )
     first, again, other = (
         nnx.to_flat_state(nnx.state(make(seed), nnx.Param)) for seed in (3, 3, 4)
     )
-    for (path, one), (_, two), (_, three) in zip(first, again, other, strict=True):
-        one, two, three = (np.asarray(variable[...]) for variable in (one, two, three))
-        np.testing.assert_array_equal(one, two)
+    for (path, first_leaf), (_, again_leaf), (_, other_leaf) in zip(
+        first, again, other, strict=True
+    ):
+        first_leaf, again_leaf, other_leaf = (
+            np.asarray(variable[...]) for variable in (first_leaf, again_leaf, other_leaf)
+        )
+        np.testing.assert_array_equal(first_leaf, again_leaf)
         random = path[-1] in ("kernel", "embedding") or path[:2] == ("patch_embed", "proj")
-        assert (one != three).any() == random, path
+        assert (first_leaf != other_leaf).any() == random, path
         if path[0] == "patch_embed" and path[1] == "proj":  # uniform in +-1 / sqrt(12)
-            assert 0.25 < abs(one).max() <= 12**-0.5
+            assert 0.25 < abs(first_leaf).max() <= 12**-0.5
         elif random:
-            assert 0.018 < one.std() < 0.022
-            assert abs(one.mean()) < 0.002
+            assert 0.018 < first_leaf.std() < 0.022
+            assert abs(first_leaf.mean()) < 0.002
         else:
-            np.testing.assert_array_equal(one, float(path[-1] == "scale"))
+            np.testing.assert_array_equal(first_leaf, float(path[-1] == "scale"))
     np.testing.assert_array_equal(
         rope_jax.create_model("deit3_ti16", depth=1, width=12, heads=3).blocks[0].scale1.gamma[...],
         np.float32(1e-4),
@@ -256,7 +260,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; the nearest"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
+def test_impossible_models_are_refused_with_advice(name, options, advice):
     create_model = inspect.unwrap(
         rope_jax.create_model
     )  # as users have it: without the annotation checks of tests
@@ -275,8 +279,8 @@ def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
         ("cat_5", (48, 64)),  # the paper's operator takes square maps
     ],
 )
-def test_images_of_a_wrong_size_are_refused_in_calls_and_by_resize(name, size):
-    model = shape_of(name, image_size=8 if name == "vit_digits" else 64)
+def test_calls_and_resize_refuse_wrong_sizes(name, size):
+    model = abstract_model(name, image_size=8 if name == "vit_digits" else 64)
     graph, state = nnx.split(model)
     images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
     wrong = f"{size[0]}x{size[1]}"
@@ -293,13 +297,13 @@ OF_VIT |= {"norm_epsilon", "drop_path", "drop_path_schedule", "last_norm"}
 @pytest.mark.parametrize(
     ("name", "more"), [("cct_7_3x1", {"class_token", "scan_layers"}), ("ceit_t", set())]
 )
-def test_every_option_of_a_vit_is_either_taken_or_refused(name, more):
-    taken, refused = OF_VIT | more, {*find_model(name).options.fixed}
-    assert taken | refused == {field.name for field in dataclasses.fields(ViTOptions)}
-    assert not taken & refused
+def test_vit_options_are_either_accepted_or_refused(name, more):
+    accepted, refused = OF_VIT | more, {*find_model(name).options.fixed}
+    assert accepted | refused == {field.name for field in dataclasses.fields(ViTOptions)}
+    assert not accepted & refused
 
 
-def test_options_may_be_none_and_are_checked_as_they_are_annotated():
+def test_options_are_checked_by_annotation_and_may_be_none():
     options = PostponedOptions().override("mine", {"scale": 1, "old": 2.0, "join": "add"})
     assert repr(options) == "PostponedOptions(scale=1.0, old=2.0, join='add', count=None)"
     assert options.override("mine", dict.fromkeys(("scale", "old", "join"))) == PostponedOptions()

@@ -14,7 +14,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.weights import export_state_dict
-from tests.models.definition import convolve, layers_of, vit
+from tests.models.definition import build_layers, convolve, vit
 from tests.models.small import pictures, run
 from tests.parity.official import assert_equal, draw
 
@@ -49,12 +49,14 @@ def official_weights():
     return draw(layers, {"cls_token": (1, 1, WIDTH)})
 
 
-def convolved(maps, layer):
-    """Each channel of a map [H, W, C] with its own 3 x 3 kernel, zeros beyond the border."""
+def convolve_channels(maps, layer):
+    """Convolves each channel of a map [H, W, C] with its 3 x 3 kernel; zeros beyond the border."""
     channels = []
     for c in range(maps.shape[2]):
-        own = types.SimpleNamespace(kernel=layer.kernel[..., c : c + 1], bias=layer.bias[c])
-        channels.append(convolve(maps[..., c : c + 1], own, 1, padding=1))
+        channel_layer = types.SimpleNamespace(
+            kernel=layer.kernel[..., c : c + 1], bias=layer.bias[c]
+        )
+        channels.append(convolve(maps[..., c : c + 1], channel_layer, 1, padding=1))
     return np.concatenate(channels, axis=2)
 
 
@@ -76,13 +78,15 @@ def sinusoids(height, width):
 
 def definition(image, weights, options):
     """Logits of one image [H, W, 3]."""
-    layers = layers_of(weights)
+    layers = build_layers(weights)
     layers.class_token = layers.cls_token
     height, width = (side // PATCH for side in image.shape[:2])
-    table = convolved(sinusoids(height, width), layers.pos_embed.embed_layer).reshape(-1, WIDTH)
+    table = convolve_channels(sinusoids(height, width), layers.pos_embed.embed_layer).reshape(
+        -1, WIDTH
+    )
 
     def local(v, layer):
-        out = convolved(v[1:].reshape(height, width, SIDE), layer).reshape(-1, SIDE)
+        out = convolve_channels(v[1:].reshape(height, width, SIDE), layer).reshape(-1, SIDE)
         return np.concatenate([np.zeros((1, SIDE)), out])
 
     for block in layers.blocks:
@@ -93,7 +97,7 @@ def definition(image, weights, options):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("size", [(12, 12), (8, 20)])
-def test_the_model_is_its_definition(size):
+def test_the_model_matches_its_definition(size):
     weights, images = official_weights(), np.asarray(pictures(*size), np.float64)
     model = small(jnp.float64)
     rope_jax.convert_state_dict(model, weights, source="resformer")
@@ -101,7 +105,7 @@ def test_the_model_is_its_definition(size):
     np.testing.assert_allclose(run(model, jnp.asarray(images))[0], want, rtol=0, atol=1e-7)
 
 
-def test_official_weights_go_out_as_they_came_in():
+def test_official_weights_round_trip():
     weights, model = official_weights(), small()
     rope_jax.convert_state_dict(model, weights, source="resformer")
     assert_equal(export_state_dict(model, source="resformer"), weights)

@@ -1,4 +1,4 @@
-"""Swin, and what all hierarchical backbones share: definition, sizes, features, positions.
+"""Swin, and common properties of hierarchical backbones: definition, sizes, features, positions.
 
 Tolerance of the definition: float64 and logits of size 1 leave 1e-13 of rounding.
 """
@@ -16,24 +16,31 @@ import rope_jax
 from rope_jax.models import swin, vit
 from rope_jax_kernels import Window
 from tests.models.definition import attend, convolve, dense, mlp, norm, places, scale, value
-from tests.models.small import check_gradients, compiled, filled_model, pictures, run, some_slow
+from tests.models.small import (
+    check_gradients,
+    compile_read,
+    make_filled_model,
+    pictures,
+    run,
+    some_slow,
+)
 
 TINY = {"width": 16, "depths": (2, 2), "heads": (2, 4), "mlp_ratio": 2.0}
 SIZE = (36, 52)  # maps of 9 x 13 and 5 x 7 tokens
 
 
-tiny = functools.partial(filled_model, image_size=SIZE, **TINY)
+tiny = functools.partial(make_filled_model, image_size=SIZE, **TINY)
 
 
-# The definition. A family says which pairs of tokens meet in a block, and where a pair's offset
-# is in the table.
+# The definition. Each family defines which pairs of tokens meet in a block, and where the table
+# has the offset of a pair.
 
 
 def patches(embed, image):
     return norm(convolve(image, embed.proj, 4), embed.norm, 1e-5)
 
 
-def merged(x, layer):
+def merge_patches(x, layer):
     x = np.pad(x, ((0, x.shape[0] % 2), (0, x.shape[1] % 2), (0, 0)))
     x = np.concatenate([x[0::2, 0::2], x[1::2, 0::2], x[0::2, 1::2], x[1::2, 1::2]], axis=2)
     return norm(x, layer.norm, 1e-5) @ value(layer.reduction.kernel)
@@ -44,7 +51,9 @@ def attend_on(grid, x, block, heads, where, allowed, terms):
     return attend(x, block.attn, heads, allowed=allowed(*where, grid), bias=bias, theta=theta)
 
 
-def maps_of(model, image, allowed, terms, stem=patches, downsample=merged, attend=attend_on):
+def stage_maps(
+    model, image, allowed, terms, stem=patches, downsample=merge_patches, attend=attend_on
+):
     """Maps of all stages, the last one normalised.
 
     terms(stage, block, grid) gives bias(head) and theta(head), or None for either.
@@ -65,7 +74,7 @@ def maps_of(model, image, allowed, terms, stem=patches, downsample=merged, atten
     return [*maps[:-1], norm(x, model.norm, 1e-5)]
 
 
-def fitted(size, grid):
+def fit_windows(size, grid):
     """Side and shift of the windows of a map along each axis.
 
     As in microsoft/Swin-Transformer, where `min(input_resolution) <= window_size` makes the short
@@ -80,19 +89,19 @@ def fitted(size, grid):
 def windows(size):
     """Pairs of tokens in one window of side `size`; in odd blocks of one that is shifted."""
 
-    def allowed(stage, block, grid):
+    def make_mask(stage, block, grid):
         home = []
-        for axis, (n, (side, shift)) in enumerate(zip(grid, fitted(size, grid), strict=True)):
-            at, shift, whole = (
+        for axis, (n, (side, shift)) in enumerate(zip(grid, fit_windows(size, grid), strict=True)):
+            at, shift, padded_length = (
                 places(grid)[:, axis],
                 shift * (block % 2),
                 -(-n // side) * side,
             )
-            home += [(at - shift) % whole // side, at < shift]
+            home += [(at - shift) % padded_length // side, at < shift]
         home = np.stack(home, axis=1)
         return (home[:, None] == home[None]).all(axis=2)
 
-    return allowed
+    return make_mask
 
 
 def offsets(model, stage, block, grid, *, sign, step=1):
@@ -107,7 +116,7 @@ def offsets(model, stage, block, grid, *, sign, step=1):
     return lambda head: table[head][index[..., 0], index[..., 1]]
 
 
-def mixed(model, stage, block, grid):
+def mixed_angles(model, stage, block, grid):
     freqs = np.asarray(model.stages[stage].position.mixed[...])[block]
     return lambda head: places(grid) @ freqs[head]
 
@@ -124,8 +133,8 @@ def axial(heads):
 
 def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
     images = pictures(*size).astype(jnp.float64)
-    maps = compiled(model, lambda model, images, _: model.features(images))(images)
-    wants = [maps_of(model, image, allowed, terms, **parts) for image in np.asarray(images)]
+    maps = compile_read(model, lambda model, images, _: model.features(images))(images)
+    wants = [stage_maps(model, image, allowed, terms, **parts) for image in np.asarray(images)]
     for got, *want in zip(maps, *wants, strict=True):
         assert np.std(want) > 0.1
         np.testing.assert_allclose(got, np.array(want), rtol=0, atol=1e-10)
@@ -141,11 +150,11 @@ def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
         [("rpb", 5)],
     ),
 )
-def test_swin_is_its_definition_where_windows_do_not_divide_the_map(position, size):
+def test_swin_matches_its_definition_if_windows_do_not_divide_maps(position, size):
     model = tiny("swin_t", position, dtype=jnp.float64, window_size=size)
     terms = {
         "rpb": lambda stage, block, grid: (offsets(model, stage, block, grid, sign=1), None),
-        "rope_mixed": lambda stage, block, grid: (None, mixed(model, stage, block, grid)),
+        "rope_mixed": lambda stage, block, grid: (None, mixed_angles(model, stage, block, grid)),
         "axial_rope": lambda stage, block, grid: (None, lambda head: axial(2 << stage)(grid, head)),
     }[position]
     assert_is_its_definition(model, windows(size), terms)
@@ -159,7 +168,7 @@ def test_swin_is_its_definition_where_windows_do_not_divide_the_map(position, si
         [((16, 32), 8)],
     ),
 )
-def test_swin_is_the_official_one_on_maps_no_larger_than_its_windows(size, window):
+def test_swin_is_the_official_one_on_small_maps(size, window):
     """Maps of 8 x 16 and 4 x 8, of 4 x 8 and 2 x 4, and of 8 x 8 and 4 x 4 tokens."""
     model = tiny("swin_t", "rpb", image_size=size, dtype=jnp.float64, window_size=window)
     assert_is_its_definition(
@@ -171,14 +180,14 @@ def test_swin_is_the_official_one_on_maps_no_larger_than_its_windows(size, windo
 
 
 @pytest.mark.parametrize("position", some_slow(["rpb+ape", "lape(ape)+axial_rope"], ["rpb+ape"]))
-def test_another_size_at_call_time_is_what_resizing_gives(position):
+def test_calling_on_another_size_equals_resizing(position):
     model, images = tiny("swin_t", position, window_size=4), pictures(20, 76)
     before = run(model, images)[0]
     model.resize((20, 76))
     np.testing.assert_allclose(run(model, images)[0], before, rtol=0, atol=1e-5)
 
 
-def test_a_window_of_a_thirty_second_grows_with_the_image_and_so_do_its_tables():
+def test_relative_windows_and_tables_grow_with_the_image():
     model = tiny("swin_t", "rpb", image_size=96, window_size=None)
     assert model.window == (3, 3)
     assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(5, 5)] * 2
@@ -211,14 +220,14 @@ def test_a_window_of_a_thirty_second_grows_with_the_image_and_so_do_its_tables()
         ((3, 4), (3, 4), (0, 0)),
     ],
 )
-def test_windows_on_maps_with_a_side_no_longer_than_they_are(grid, size, shift):
+def test_windows_fit_short_maps(grid, size, shift):
     model = tiny("swin_t", "rpb+rope2d", window_size=4, image_size=(4 * grid[0], 4 * grid[1]))
     assert model.patterns(0, grid) == [Window(size), Window(size, shift)]
     assert model.stages[0].position.parts[0].offsets.shape[2:] == tuple(2 * n - 1 for n in size)
     assert model.stages[0].position.terms(grid).rotation.coords.shape == (size[0] * size[1], 2)
 
 
-def test_windows_that_are_not_square_are_fitted_along_each_axis():
+def test_rectangular_windows_fit_each_axis():
     model = tiny("swin_t", "rpb", image_size=(64, 160), window_size=None)
     assert model.patterns(1, (2, 20)) == [Window((2, 5)), Window((2, 5), (0, 2))]
 
@@ -241,7 +250,7 @@ LEARNING = [
 
 
 @pytest.mark.parametrize(("name", "position"), some_slow(LEARNING, []))
-def test_every_scheme_works_on_another_map_and_learns(name, position):
+def test_schemes_learn_on_another_map(name, position):
     model = tiny(name, position)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     images = pictures(44, 32)
@@ -274,7 +283,7 @@ def test_drop_path_grows_over_all_blocks():
         np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
 
 
-def test_initial_weights_are_the_same_wherever_they_are_drawn():
+def test_initial_weights_are_equal_under_jit():
     make = lambda: nnx.to_pure_dict(
         nnx.state(
             rope_jax.create_model("nat_mini", position="none", num_classes=5, **TINY), nnx.Param

@@ -13,21 +13,21 @@ import rope_jax
 from rope_jax.models.layers import STORED
 from rope_jax.models.t2t import RandomFeatures
 from rope_jax.weights import export_state_dict
-from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
-from tests.models.small import filled_model, pictures, run
+from tests.models.definition import attend, dense, extract_patches, mlp, norm, sinusoids, value
+from tests.models.small import make_filled_model, pictures, run
 
 SMALL = {"width": 16, "heads": 4, "depth": 2, "token_width": 8, "random_features": 4}
 
 
-small = functools.partial(filled_model, "t2t_vit_7", image_size=(40, 70), **SMALL)
+small = functools.partial(make_filled_model, "t2t_vit_7", image_size=(40, 70), **SMALL)
 
 
 # The definition
 
 
-def unfolded(image, *split):
+def unfold(image, *split):
     """Patches as torch's Unfold orders their numbers: channel, row, column."""
-    patches = patches_of(image, *split)
+    patches = extract_patches(image, *split)
     return patches.transpose(0, 1, 4, 2, 3).reshape(*patches.shape[:2], -1)
 
 
@@ -48,9 +48,9 @@ def definition(model, image, scale):
     """Logits of one image, logits of attention being multiplied by `scale`."""
     stem, x = model.patch_embed, image
     for layer, split in ((stem.attention1, (7, 4, 2)), (stem.attention2, (3, 2, 1))):
-        x = unfolded(x, *split)
+        x = unfold(x, *split)
         x = performer(x.reshape(-1, x.shape[-1]), layer).reshape(*x.shape[:2], -1)
-    x = dense(unfolded(x, 3, 2, 1), stem.project)
+    x = dense(unfold(x, 3, 2, 1), stem.project)
     x = np.concatenate([value(model.class_token)[0], x.reshape(-1, x.shape[-1])])
     x = x + sinusoids(*x.shape)
     for block in model.blocks:
@@ -62,7 +62,7 @@ def definition(model, image, scale):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("logit_scale", ["head", "width"])
-def test_the_model_is_its_definition_on_an_image_that_is_not_square(logit_scale):
+def test_the_model_matches_its_definition_on_rectangles(logit_scale):
     model = small(dtype=jnp.float64, logit_scale=logit_scale)
     images = pictures(41, 70).astype(jnp.float64)  # 10 x 17 tokens, 5 x 9, 3 x 5
     scale = (4 if logit_scale == "head" else 16) ** -0.5
@@ -73,24 +73,24 @@ def test_the_model_is_its_definition_on_an_image_that_is_not_square(logit_scale)
 # Random features
 
 
-def test_random_features_are_orthogonal_stored_and_not_trained():
+def test_random_features_are_orthogonal_and_stored_untrained():
     model = rope_jax.create_model("t2t_vit_7", depth=1)
     count = lambda kind: sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, kind))
     )
     assert count(RandomFeatures) == 2 * 32 * 64
     assert count(STORED) == count(nnx.Param) + 2 * 32 * 64
-    one, other = (
+    first, second = (
         layer.w[...] for layer in (model.patch_embed.attention1, model.patch_embed.attention2)
     )
-    for w in (one, other):
+    for w in (first, second):
         np.testing.assert_allclose(w @ w.T, 32 * np.eye(32), rtol=0, atol=1e-4)
-    assert float(jnp.abs(one - other).max()) > 1
+    assert float(jnp.abs(first - second).max()) > 1
     again = rope_jax.create_model("t2t_vit_7", depth=1)
-    np.testing.assert_array_equal(again.patch_embed.attention1.w[...], one)
+    np.testing.assert_array_equal(again.patch_embed.attention1.w[...], first)
 
 
-def test_official_files_hold_the_sinusoids_that_are_computed_here():
+def test_sinusoids_of_official_files_are_verified():
     model = small(image_size=64)
     state_dict = export_state_dict(model, source="t2t")
     table = sinusoids(17, 16)[None].astype(np.float32)

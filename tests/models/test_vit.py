@@ -38,7 +38,7 @@ QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
 
 
 @pytest.mark.parametrize(("name", "position"), some_slow(PAIRS, QUICK))
-def test_every_scheme_works_on_another_map_and_learns(name, position):
+def test_schemes_learn_on_another_map(name, position):
     model = small_model(name, position)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     images = pictures(10, 18)  # 5 x 9 patches
@@ -52,7 +52,7 @@ def test_every_scheme_works_on_another_map_and_learns(name, position):
     check_gradients(jax.jit(jax.grad(loss))(params))
 
 
-def shuffled(images, patch):
+def shuffle_patches(images, patch):
     """Images with the same patches in another order."""
     batch, height, width, _ = images.shape
     grid = images.reshape(batch, height // patch, patch, width // patch, patch, 3).swapaxes(2, 3)
@@ -67,10 +67,10 @@ def shuffled(images, patch):
 
 
 @pytest.mark.parametrize("name", ["vit_s16", "deit_ti16"])
-def test_without_position_information_the_order_of_patches_makes_no_difference(name):
+def test_without_position_the_order_of_patches_is_irrelevant(name):
     images = pictures(6, 10)
     model = small_model(name, "none")
-    (logits, _), (other, _) = run(model, images), run(model, shuffled(images, 2))
+    (logits, _), (other, _) = run(model, images), run(model, shuffle_patches(images, 2))
     # Sums in another order, on logits of size 1: a few units in the last place for each of some
     # ten steps.
     np.testing.assert_allclose(other, logits, rtol=0, atol=1e-5)
@@ -79,7 +79,7 @@ def test_without_position_information_the_order_of_patches_makes_no_difference(n
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_float64_is_for_everything(name):
+def test_float64_applies_to_everything(name):
     model = small_model(name, "rope_mixed+ape+rpb", dtype=jnp.float64)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
         jnp.dtype(jnp.float64)
@@ -89,12 +89,12 @@ def test_float64_is_for_everything(name):
     assert jax.eval_shape(model, pictures(6, 10).astype(jnp.float64)).dtype == jnp.float64
 
 
-def test_embeddings_cover_the_class_token_of_deit_and_not_of_deit3():
+def test_embeddings_cover_the_class_token_of_deit_only():
     for name, rows in (("deit_ti16", 1 + 15), ("deit3_ti16", 15), ("vit_s16", 15)):
         assert small_model(name, "ape").position.embedding.shape == (rows, 48)
 
 
-def test_resize_is_the_map_of_creation_from_then_on():
+def test_resize_replaces_the_tables():
     with jax.enable_x64(True):  # compilers round the two programs differently on some CPUs
         model = small_model("deit_ti16", "ape+rpb", dtype=jnp.float64)
         images = np.asarray(pictures(10, 18), np.float64)
@@ -118,14 +118,13 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     kept = np.asarray((out != 0).all(axis=(1, 2)))
     np.testing.assert_array_equal(out[~kept], 0)
     np.testing.assert_array_equal(out[kept], branch[kept] / 0.75)
-    # The share of kept examples is binomial: five standard deviations of sqrt(.75 * .25 / 4000) =
-    # 0.0068.
+    # The fraction kept is binomial: five standard deviations of sqrt(.75 * .25 / 4000) = 0.0068.
     assert abs(kept.mean() - 0.75) < 0.035
     ones = drop_path(jnp.ones((4000, 1)), 0.25, jax.random.key(1))
     assert abs(float(ones.mean()) - 1) < 0.035 / 0.75
 
 
-def test_drop_path_of_nothing_is_nothing():
+def test_drop_path_without_rate_or_key_is_the_identity():
     branch = jnp.ones((4, 3))
     assert drop_path(branch, 0.0, jax.random.key(0)) is branch
     assert drop_path(branch, 0.5, None) is branch
@@ -133,7 +132,7 @@ def test_drop_path_of_nothing_is_nothing():
 
 
 @pytest.mark.slow
-def test_schedules_of_drop_path():
+def test_drop_path_schedules():
     rates = lambda **options: small_model("vit_s16", depth=4, drop_path=0.3, **options).rates
     np.testing.assert_allclose(rates(), [0, 0.1, 0.2, 0.3], rtol=1e-12)
     assert rates(drop_path_schedule="constant") == (0.3,) * 4
@@ -143,7 +142,7 @@ def test_schedules_of_drop_path():
     assert base.rates == (0.0, 0.2, 0.4)
 
 
-def test_both_branches_of_a_block_are_dropped_independently():
+def test_branches_of_a_block_are_dropped_independently():
     model, images = (
         small_model("vit_s16", depth=1, drop_path=0.5, drop_path_schedule="constant"),
         pictures(6, 10, batch=1),
@@ -169,7 +168,7 @@ def test_both_branches_of_a_block_are_dropped_independently():
         np.zeros((1, 4, 6, 3), np.uint8),
     ],
 )
-def test_images_that_are_none_are_refused(images):
-    given = re.escape(f"images have shape {images.shape} and dtype {images.dtype}")
-    with pytest.raises(ValueError, match=given):
+def test_invalid_images_are_refused(images):
+    message = re.escape(f"images have shape {images.shape} and dtype {images.dtype}")
+    with pytest.raises(ValueError, match=message):
         check_images(jnp.asarray(images))

@@ -11,14 +11,14 @@ import rope_jax
 from rope_jax.models.attention import PaddedWindow, window_of
 from rope_jax.positions import Stage, Terms, create_position
 from rope_jax_kernels import Global
-from tests.models.small import compiled, pictures, run, small_model, some_slow
+from tests.models.small import compile_read, pictures, run, small_model, some_slow
 
 WINDOWS = {"class_token": False, "attention": "window"}
 HEADS, HEAD_DIM = 3, 16
 
 
 def regions(length, size, shift):
-    """Of an axis, the window and the side of the map's border that each token is in after a shift.
+    """The window and the side of the map's border of each token of an axis, after a shift.
 
     Negative for padding.
     """
@@ -27,7 +27,7 @@ def regions(length, size, shift):
     return [(r // size, bool(shift and r >= padded - shift)) for r in rolled]
 
 
-def windowed(x, attn, size, padding, shift, extra=lambda q, dy, dx: 0.0):
+def windowed_attention(x, attn, size, padding, shift, extra=lambda q, dy, dx: 0.0):
     """Attention of a map [H, W, C] in windows, by its definition, token by token.
 
     `extra` is a term of the logits, of the query and its offset to the key.
@@ -72,7 +72,7 @@ def windowed(x, attn, size, padding, shift, extra=lambda q, dy, dx: 0.0):
         ((4, 3), 4, 2, "qkv"),
     ],
 )
-def test_attention_in_windows_is_that_of_the_definition(grid, side, shift, padding):
+def test_windowed_attention_matches_the_definition(grid, side, shift, padding):
     model = small_model("vit_s16", "none", dtype=jnp.float64, **WINDOWS, window_size=side)
     attn = model.blocks[0].attn
     plain = window_of(side, padding)
@@ -82,21 +82,21 @@ def test_attention_in_windows_is_that_of_the_definition(grid, side, shift, paddi
     vectors = np.random.default_rng(1).standard_normal((2, 2 * side - 1, HEAD_DIM))
     terms, extra = Terms(), lambda q, dy, dx: 0.0
     if not shift:
-        terms = decomposed(vectors, grid, plain).terms(grid).layer(0)
+        terms = make_decomposed(vectors, grid, plain).terms(grid).layer(0)
         extra = lambda q, dy, dx: q @ (vectors[0][dy + side - 1] + vectors[1][dx + side - 1])
     got = attn(jnp.asarray(x).reshape(1, -1, 48), grid, pattern, terms)
-    want = windowed(x[0], attn, side, padding, shift, extra)
+    want = windowed_attention(x[0], attn, side, padding, shift, extra)
     np.testing.assert_allclose(np.asarray(got).reshape(want.shape), want, atol=1e-12)
 
 
-def decomposed(vectors, grid, pattern):
+def make_decomposed(vectors, grid, pattern):
     """The scheme with given vectors; a window that spans the map has the central offsets."""
     settings = {"pattern": pattern, "global_layers": (), "dtype": np.dtype(float)}
     stage = Stage(1, HEADS, HEAD_DIM, 48, grid, **settings)
     position = create_position("decomposed", stage, rngs=nnx.Rngs(0))
-    for tables, own in zip((position.rows, position.columns), vectors, strict=True):
-        first = (len(own) - len(tables[0][...])) // 2
-        tables[0].set_value(jnp.asarray(own[first : len(own) - first]))
+    for tables, values in zip((position.rows, position.columns), vectors, strict=True):
+        first = (len(values) - len(tables[0][...])) // 2
+        tables[0].set_value(jnp.asarray(values[first : len(values) - first]))
     return position
 
 
@@ -115,7 +115,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", some_slow(SCHEMES, ["decomposed", "rope_mixed+ape", "rpb"]))
-def test_a_window_that_spans_the_map_is_global_attention(scheme):
+def test_a_window_spanning_the_map_is_global_attention(scheme):
     images = pictures(6, 10)
     everywhere = small_model("vit_s16", scheme, class_token=False)
     want, _ = run(everywhere, images)
@@ -123,7 +123,7 @@ def test_a_window_that_spans_the_map_is_global_attention(scheme):
     np.testing.assert_allclose(run(mixed, images)[0], want, atol=2e-5)
 
 
-def test_every_block_may_attend_to_the_whole_map():
+def test_all_blocks_may_be_global():
     """Windows of another size, which no block has, change nothing."""
     images = pictures(8, 12)
     model = small_model("vit_s16", "rope2d", **WINDOWS, window_size=2, global_blocks=(0, 1))
@@ -132,12 +132,12 @@ def test_every_block_may_attend_to_the_whole_map():
 
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_far_tokens_meet_in_global_blocks_only(scan):
+def test_distant_tokens_meet_in_global_blocks_only(scan):
     def reach(blocks):
         model = small_model(
             "vit_s16", "none", **WINDOWS, window_size=2, global_blocks=blocks, scan_layers=scan
         )
-        see = compiled(model, lambda model, images, _: model.features(images, norm=False)[0])
+        see = compile_read(model, lambda model, images, _: model.features(images, norm=False)[0])
         images = pictures(8, 12)
         moved = see(images.at[:, :2, :2].add(1.0)) - see(images)
         return np.abs(moved).max(axis=(0, 3)) > 1e-6
@@ -157,26 +157,26 @@ def coords(text, grid, pattern, **settings):
     ]
 
 
-def test_coordinates_in_windows_and_on_the_map():
+def test_coordinates_within_windows_and_on_the_map():
     grid, window = (6, 8), window_of(4, "mask")
-    whole = np.indices(grid).reshape(2, -1).T
-    own = np.indices((4, 4)).reshape(2, -1).T
+    map_coords = np.indices(grid).reshape(2, -1).T
+    window_coords = np.indices((4, 4)).reshape(2, -1).T
     for text in ("rope2d", "rope_mixed"):  # integers: the trained range in windows
         for box in ("map", "own"):
             in_windows, on_map = coords(text, grid, window, window_box=box)
-            np.testing.assert_array_equal(in_windows, own)
-            np.testing.assert_array_equal(on_map, whole)
+            np.testing.assert_array_equal(in_windows, window_coords)
+            np.testing.assert_array_equal(on_map, map_coords)
     # A box: the spacing of the map, or that of a map of the window's size.
     for box, spacing in (("map", 2 / 8), ("own", 2 / 4)):
         in_windows, on_map = coords("axial_rope", grid, window, window_box=box)
-        np.testing.assert_allclose(in_windows - in_windows[0], own * spacing, atol=1e-6)
-        np.testing.assert_allclose(on_map - on_map[0], whole * 2 / 8, atol=1e-6)
-    # Padded windows may be larger than the map: coordinates go on beyond it.
+        np.testing.assert_allclose(in_windows - in_windows[0], window_coords * spacing, atol=1e-6)
+        np.testing.assert_allclose(on_map - on_map[0], map_coords * 2 / 8, atol=1e-6)
+    # Padded windows may be larger than the map: coordinates continue beyond it.
     in_windows, _ = coords("rope2d", (3, 3), PaddedWindow((4, 4)))
-    np.testing.assert_array_equal(in_windows, own)
+    np.testing.assert_array_equal(in_windows, window_coords)
 
 
-def test_tables_of_biases_have_the_size_of_the_window():
+def test_bias_tables_have_the_size_of_the_window():
     create = lambda **changes: nnx.eval_shape(
         lambda: rope_jax.create_model(
             "vit_s16", position="rpb", depth=2, **WINDOWS | {"global_blocks": (1,)} | changes

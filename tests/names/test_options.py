@@ -1,4 +1,4 @@
-"""Values of options: what annotations allow, in every spelling, on every Python."""
+"""Values of options, as annotations allow them in every spelling, on every Python."""
 
 import math
 import re
@@ -51,7 +51,7 @@ NUMBER, WORD = "a number, or None", "one of 4.4, D.1, or None"
     ],
     ids=str,
 )
-def test_every_spelling_is_described_alike(annotation, text):
+def test_equivalent_annotations_are_described_alike(annotation, text):
     assert describe(annotation) == text
 
 
@@ -116,7 +116,7 @@ def test_options_are_keyword_only_parameters():
     assert options_of(crop) == {"pad": int, "scale": float, "flip": bool, "fill": str}
 
 
-def test_an_option_without_an_annotation_has_the_type_of_its_default():
+def test_unannotated_options_have_the_type_of_their_default():
     def log_rope(stage, *, base=100.0, pairs=4, name=None, rngs):
         pass
 
@@ -132,7 +132,7 @@ def test_an_option_without_an_annotation_has_the_type_of_its_default():
         bind("rope_log(base=big)", options)
 
 
-def test_bind_makes_whole_numbers_numbers():
+def test_bind_converts_whole_numbers():
     bound = bind("crop(pad=2,scale=3,flip=True,fill=zero)", options_of(crop))
     assert repr(bound) == repr({"pad": 2, "scale": 3.0, "flip": True, "fill": "zero"})
 

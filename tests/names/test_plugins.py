@@ -1,4 +1,4 @@
-"""Plug-ins: the documentation's scheme in every command, and names that lead nowhere."""
+"""Plug-ins: the documentation's scheme in every command, and names that cannot be imported."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from rope_jax.training.folder import Run
 from tests.images.streams import take
 from tests.training.recipe import tiny
 
-# MLIR's dialects can be registered once, so not within `clean`, which forgets what was imported.
+# MLIR's dialects can be registered once, so not within `clean`, which forgets imports.
 for name in ("triton", "mosaic_gpu"):
     importlib.import_module(f"jax.experimental.pallas.{name}")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,7 +40,7 @@ SHORT = ("--config.epochs=1.0", "--config.checkpoint_every=4", "--config.eval.re
 
 @pytest.fixture
 def clean(monkeypatch):
-    """Registries and the list of plug-ins as before."""
+    """Restores registries and the list of plug-ins."""
     monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     plugins.load_installed.cache_clear()
@@ -51,12 +51,12 @@ def clean(monkeypatch):
     plugins.load_installed.cache_clear()
 
 
-def test_the_page_shows_the_file_that_is_tested():
+def test_the_page_shows_the_tested_file():
     page = (ROOT / "docs" / "own_scheme.md").read_text()
     assert f"```python\n{EXAMPLE.read_text()}```" in page
 
 
-def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, monkeypatch):
+def test_the_pages_scheme_has_the_pages_option(clean, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     plugins.load(["my_schemes"])
     page = (ROOT / "docs" / "own_scheme.md").read_text()
@@ -66,8 +66,8 @@ def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, mon
         for name in ("rope_log", notation)
     ]
     assert [model.position.base for model in models] == [100, 50]
-    plain, given = (model.position.freqs() for model in models)
-    assert plain.sum() < given.sum()
+    plain, changed = (model.position.freqs() for model in models)
+    assert plain.sum() < changed.sum()
 
 
 def succeed(module, *arguments, folder):
@@ -95,7 +95,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.process
-def test_a_run_records_its_plug_ins_and_resumes_without_being_told(trained):
+def test_runs_record_plug_ins_and_resume_without_flags(trained):
     folder, train = trained
     assert json.loads((folder / "run" / "config.json").read_text())["plugins"] == ["my_schemes"]
     steps = sorted((folder / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
@@ -121,16 +121,16 @@ def test_commands_load_the_plug_ins_of_a_run(trained, arguments, out):
     assert out in succeed(*arguments, folder=trained[0])
 
 
-def test_a_checkpoint_loads_with_the_module_that_defines_its_scheme(clean, tmp_path, monkeypatch):
+def test_checkpoints_load_the_module_of_their_scheme(clean, tmp_path, monkeypatch):
     from tests.small_run import save_run
 
     (tmp_path / "mine.py").write_text(EXAMPLE.read_text().replace("rope_log", "rope_log_2"))
     monkeypatch.chdir(tmp_path)
     plugins.load(["mine"])
     save_run(tmp_path / "run", 3, position="rope_log_2", plugins=plugins.loaded())
-    made = {"depth": 1, "width": 16, "heads": 2}
-    one = rope_jax.create_model("vit_digits", position="rope_log_2", **made)
-    rope_jax.save_pretrained(one, tmp_path / "saved")
+    options = {"depth": 1, "width": 16, "heads": 2}
+    original = rope_jax.create_model("vit_digits", position="rope_log_2", **options)
+    rope_jax.save_pretrained(original, tmp_path / "saved")
     del SCHEMES["rope_log_2"], sys.modules["mine"], plugins._loaded["mine"]
     # A file of weights never imports anything.
     message = r"unknown positional scheme 'rope_log_2'.* was saved with the plug-in mine: import it"
@@ -149,11 +149,11 @@ def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, m
     text = EXAMPLE.read_text()
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(text.replace("rope_log", f"rope_{name}"))
-    about = tmp_path / "schemes-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: schemes\nVersion: 1.0\n")
+    info = tmp_path / "schemes-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: schemes\nVersion: 1.0\n")
     points = "[rope_jax.plugins]\nmine = one\nother = nowhere.schemes:anything\n"
-    (about / "entry_points.txt").write_text(points)
+    (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     monkeypatch.setenv("ROPE_JAX_PLUGINS", "two, missing")
@@ -184,7 +184,7 @@ def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, m
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_told(clean, tmp_path, monkeypatch, name, text, message):
+def test_failed_imports_are_reported(clean, tmp_path, monkeypatch, name, text, message):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / f"{name}.py").write_text(text)
@@ -193,7 +193,7 @@ def test_what_cannot_be_loaded_is_told(clean, tmp_path, monkeypatch, name, text,
     assert plugins.loaded() == ()
 
 
-def test_models_and_sources_have_names_of_their_own(clean):
+def test_names_of_models_and_sources_are_unique(clean):
     entry = find_model("vit_digits")
     register("my_vit", entry.family, entry.options, position="rope2d", num_classes=3, depth=1)
     assert rope_jax.create_model("my_vit", image_size=16).num_classes == 3
@@ -204,7 +204,7 @@ def test_models_and_sources_have_names_of_their_own(clean):
 
 
 @pytest.mark.process
-def test_data_workers_know_its_augmentations(clean, tmp_path, monkeypatch):
+def test_data_workers_know_plug_in_augmentations(clean, tmp_path, monkeypatch):
     pytest.importorskip("grain", reason="needs grain (the extra `data`)")
     (tmp_path / "dark.py").write_text(
         "from rope_jax.data.images.augment import AUGMENTATIONS, LOADER, Entry\n"
@@ -222,7 +222,7 @@ def test_data_workers_know_its_augmentations(clean, tmp_path, monkeypatch):
     assert (batch["image"] == 45).all()
 
 
-def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):
+def test_reports_load_the_plug_ins_of_their_runs(clean, tmp_path, monkeypatch):
     (tmp_path / "model_of_mine.py").write_text(
         "from rope_jax.models.registry import find_model, register\n"
         "entry = find_model('vit_digits')\n"
@@ -241,7 +241,7 @@ def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"plugins": "abc"}', "null"])
-def test_a_damaged_config_of_a_run_names_no_plug_ins(clean, tmp_path, content):
+def test_damaged_configs_name_no_plug_ins(clean, tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with Run.open(tmp_path, "train") as opened:
         assert opened.with_plugins(tiny()).plugins == ()

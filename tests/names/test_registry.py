@@ -1,4 +1,4 @@
-"""Registries: one form for every mistake."""
+"""Registries: uniform errors."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_unknown_names_have_hints(name, hints, message):
     assert name not in fruits
 
 
-def test_a_name_is_registered_once():
+def test_names_are_registered_once():
     fruits = Registry("fruit", {"pear": 1})
     fruits.register("apple", 2)
     with pytest.raises(ValueError, match="a fruit named 'apple' exists already"):
@@ -43,7 +43,7 @@ def test_a_name_is_registered_once():
 
 
 @pytest.mark.parametrize("name", ["", "a+b", "bad name()+", "my-fruit", "None", "class"])
-def test_a_name_that_the_notation_cannot_say_is_refused(name):
+def test_names_outside_the_notation_are_refused(name):
     fruits = Registry("fruit")
     with pytest.raises(ValueError, match=re.escape(f"a fruit cannot be named {name!r}: use")):
         fruits.register(name, 1)

@@ -1,4 +1,4 @@
-"""Notation, sizes, hints and tables: what is read, and what is refused with which advice."""
+"""Notation, sizes, hints and tables: parsing, and refusals with advice."""
 
 import keyword
 import re
@@ -12,23 +12,29 @@ from rope_jax.names.notation import Call, assignments, parse
 from rope_jax.names.text import closest, format_table, image_pair, markdown_table
 
 
-def one(name, *inner, **options):
+def single_call(name, *inner, **options):
     return (Call(name, inner, tuple(options.items())),)
 
 
 @pytest.mark.parametrize(
     ("text", "tree"),
     [
-        ("ape", one("ape")),
-        ("ape()", one("ape")),
-        (" axial_rope ( k_rope = 4 , shared = True ) ", one("axial_rope", k_rope=4, shared=True)),
-        ("rope2d(base=+50)", one("rope2d", base=50)),
-        ("a(x=-1.5,y=2e3,z=1E-2,w=3.)", one("a", x=-1.5, y=2000.0, z=0.01, w=3.0)),
-        ("erase(p=.25,q=-.5)", one("erase", p=0.25, q=-0.5)),
-        ("a(x=False,y=false,z=nan,w=inf)", one("a", x=False, y="false", z="nan", w="inf")),
-        ("rope_mixed+ape", one("rope_mixed") + one("ape")),
-        ("lape(sincos2d(order=lape))", one("lape", one("sincos2d", order="lape"))),
-        ("f(a+b(x=1), c, y=2)", one("f", one("a") + one("b", x=1), one("c"), y=2)),
+        ("ape", single_call("ape")),
+        ("ape()", single_call("ape")),
+        (
+            " axial_rope ( k_rope = 4 , shared = True ) ",
+            single_call("axial_rope", k_rope=4, shared=True),
+        ),
+        ("rope2d(base=+50)", single_call("rope2d", base=50)),
+        ("a(x=-1.5,y=2e3,z=1E-2,w=3.)", single_call("a", x=-1.5, y=2000.0, z=0.01, w=3.0)),
+        ("erase(p=.25,q=-.5)", single_call("erase", p=0.25, q=-0.5)),
+        ("a(x=False,y=false,z=nan,w=inf)", single_call("a", x=False, y="false", z="nan", w="inf")),
+        ("rope_mixed+ape", single_call("rope_mixed") + single_call("ape")),
+        ("lape(sincos2d(order=lape))", single_call("lape", single_call("sincos2d", order="lape"))),
+        (
+            "f(a+b(x=1), c, y=2)",
+            single_call("f", single_call("a") + single_call("b", x=1), single_call("c"), y=2),
+        ),
     ],
 )
 def test_parse(text, tree):
@@ -56,11 +62,11 @@ sums = st.recursive(
 )
 
 
-def written(calls, space):
+def write_text(calls, space):
     """The text of a sum, with spaces from `space` between its parts."""
 
     def call(name, inner, options):
-        parts = [written(part, space) for part in inner]
+        parts = [write_text(part, space) for part in inner]
         parts += [f"{option}{space()}={space()}{value}" for option, value in options.items()]
         comma = f"{space()},{space()}"
         return f"{name}{space()}({space()}{comma.join(parts)}{space()})" if parts else name
@@ -68,18 +74,18 @@ def written(calls, space):
     return space() + f"{space()}+{space()}".join(call(*parts) for parts in calls) + space()
 
 
-def tree_of(calls):
+def make_tree(calls):
     return tuple(
-        Call(name, tuple(map(tree_of, inner)), tuple(options.items()))
+        Call(name, tuple(map(make_tree, inner)), tuple(options.items()))
         for name, inner, options in calls
     )
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(sums, st.randoms(use_true_random=False))
-def test_what_is_written_is_what_is_read(calls, random):
-    read = parse(written(calls, lambda: random.choice(["", "", " ", "\n  "])), "position")
-    assert repr(read) == repr(tree_of(calls))
+def test_parsing_inverts_writing(calls, random):
+    read = parse(write_text(calls, lambda: random.choice(["", "", " ", "\n  "])), "position")
+    assert repr(read) == repr(make_tree(calls))
     assert repr(parse("+".join(map(str, read)), "position")) == repr(read)
 
 
@@ -115,15 +121,15 @@ def test_malformed_text_is_refused_with_advice(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("", {}),
         ("a=1", {"a": "1"}),
         (" a=1 , b=f(x=2,y=3),c=[1,(2,3)]", {"a": "1", "b": "f(x=2,y=3)", "c": "[1,(2,3)]"}),
     ],
 )
-def test_assignments(text, found):
-    assert assignments(text, "--config.model.options") == found
+def test_assignments(text, expected):
+    assert assignments(text, "--config.model.options") == expected
 
 
 @pytest.mark.parametrize("text", ["a", "a=", "=1", "1=2", "a=1,b"])

@@ -1,4 +1,4 @@
-"""The noise that goldens were made with, the same on every machine.
+"""The noise that goldens were made with, equal on every machine.
 
 NumPy takes float32 normal values beyond 3.654 from the C library's `log1pf`, whose last bit differs
 between libraries (glibc before and from 2.41, musl, macOS): logits would differ by 1e-8. So
@@ -7,8 +7,8 @@ made: `seeds`, `counts` (of the values of each seed), and `values`, one seed aft
 
     python -m tests.parity.noise SEED:COUNT ...
 
-adds those of COUNT values of each SEED, as this machine's C library gives them: call it where the
-golden is made.
+adds those of COUNT values of each SEED, as computed by this machine's C library: call it on the
+machine that makes the golden.
 """
 
 import functools
@@ -23,10 +23,10 @@ FAR = np.float32(3.65)
 
 
 def noise(seed, shape):
-    """Standard normal values, float32; the first ones of a larger array are those of a smaller."""
+    """Standard normal values, float32; a larger array begins with the values of a smaller one."""
     values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     far = np.abs(values) > FAR
-    count, tails = int(far.sum()), recorded().get(seed, ())
+    count, tails = int(far.sum()), load_tails().get(seed, ())
     if count > len(tails):
         raise ValueError(
             f"{FILE.name} has {len(tails)} of the {count} values beyond {FAR} that seed {seed} "
@@ -39,7 +39,7 @@ def noise(seed, shape):
 
 
 @functools.cache
-def recorded():
+def load_tails():
     """The recorded values by seed."""
     with np.load(FILE) as file:
         parts = np.split(file["values"], np.cumsum(file["counts"])[:-1])
@@ -47,12 +47,12 @@ def recorded():
 
 
 def main(arguments):
-    tails = dict(recorded()) if FILE.exists() else {}
+    tails = dict(load_tails()) if FILE.exists() else {}
     for argument in arguments:
         seed, count = map(int, argument.split(":"))
         values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32)
         far = values[np.abs(values) > FAR]
-        # What is recorded stays: its goldens may have been made elsewhere.
+        # Recorded values stay, as their goldens may have been made elsewhere.
         tails[seed] = np.concatenate([old := tails.get(seed, far[:0]), far[len(old) :]])
     kept = {seed: values for seed, values in sorted(tails.items()) if len(values)}
     np.savez_compressed(

@@ -1,7 +1,7 @@
-"""Official models: their names here, their weights by a rule, and the logits of their own code.
+"""Official models: their names in this package, reproducible weights, and official logits.
 
 `tests/data/parity/cases.json` has repository and revision of each, and the shapes of its tensors.
-Their values are noise that can be drawn again: seeded by the tensor's name, scaled by its kind.
+Their values are reproducible noise, seeded by the tensor's name and scaled by its kind.
 """
 
 import json
@@ -35,20 +35,20 @@ def tensor(key, shape, kind):
 
 
 def draw(layers, others):
-    """Weights by name: a weight and a bias of each layer, and others. Names tell their kinds."""
+    """Weights by name: a weight and a bias of each layer, and others; kinds follow from names."""
     shapes = others | {f"{layer}.weight": shape for layer, shape in layers.items()}
     shapes |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
     kinds = {"bias": "bias", "token": "table", "norm": "norm_weight", "gamma": "layerscale"}
     kinds |= {"weight": "linear", "pos_embed": "table"}
-    kind_of = lambda key: next(kind for word, kind in kinds.items() if word in key)
-    return {key: tensor(key, shape, kind_of(key)) for key, shape in shapes.items()}
+    find_kind = lambda key: next(kind for word, kind in kinds.items() if word in key)
+    return {key: tensor(key, shape, find_kind(key)) for key, shape in shapes.items()}
 
 
-def assert_equal(found, wanted):
-    """Two state dicts hold the same arrays."""
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+def assert_equal(arrays, expected):
+    """Checks that two state dicts hold equal arrays."""
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(arrays[name], array, err_msg=name, strict=True)
 
 
 def state_dict(name):
@@ -66,5 +66,5 @@ def images(height, width):
 
 
 def golden(name):
-    """What the official code gives: logits in float32 and logits_f64."""
+    """The results of the official code: logits in float32 and logits_f64."""
     return np.load(DATA / f"{name}.npz")

@@ -45,7 +45,7 @@ CASES = [
 
 
 def small(name, position, *, seed=0, image_size=64, **options):
-    """A model whose every parameter is noise."""
+    """A model with random parameters."""
     sizes = VIT
     if name.startswith(("swin", "dinat", "nat_")) and name != "nat_isotropic_s16":
         sizes = STAGES | ({"dilations": (2, 1)} if "nat" in name else {})
@@ -59,12 +59,12 @@ def small(name, position, *, seed=0, image_size=64, **options):
     return model
 
 
-def weights_of(model):
+def all_weights(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, weights_of(one), weights_of(other))
+def assert_same(first, second):
+    jax.tree.map(np.testing.assert_array_equal, all_weights(first), all_weights(second))
 
 
 def logits(model, height=64, width=64):
@@ -85,10 +85,10 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "position", "source"), some_slow(CASES, QUICK))
-def test_weights_come_back_as_they_were(name, position, source, tmp_path):
+def test_weights_round_trip(name, position, source, tmp_path):
     model = small(name, position)
     state_dict = export_state_dict(model, source=source)
-    count = sum(leaf.size for leaf in jax.tree.leaves(weights_of(model)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(all_weights(model)))
     assert sum(array.size for array in state_dict.values()) == count
     np.savez(tmp_path / "model.npz", **state_dict)
     rope_jax.save_pretrained(model, tmp_path / "model.safetensors", source=source)
@@ -109,7 +109,7 @@ PAIRED = itertools.product(["rope2d", "rope_mixed"], [1, 2], ["naver", "timm"])
     ("position", "k_rope", "source"),
     some_slow(list(PAIRED), [("rope_mixed", 2, "timm")]),
 )
-def test_channels_are_permuted_to_the_pairing_of_the_model(position, k_rope, source):
+def test_channels_are_permuted_to_the_models_pairing(position, k_rope, source):
     model = small("deit3_s16", f"{position}(k_rope={k_rope},pairing=interleaved)")
     other = small("deit3_s16", f"{position}(k_rope={k_rope})", seed=1)
     rope_jax.convert_state_dict(other, export_state_dict(model, source=source), source=source)
@@ -119,24 +119,24 @@ def test_channels_are_permuted_to_the_pairing_of_the_model(position, k_rope, sou
     assert np.abs(logits(unlike) - logits(model)).max() > 1e-3
 
 
-def test_frequencies_have_the_layouts_of_their_sources():
+def test_frequencies_have_the_layout_of_each_source():
     mixed = small("deit3_s16", "rope_mixed")
-    ours = np.asarray(mixed.position.mixed[...])  # [depth, N, (y, x), R]
+    freqs = np.asarray(mixed.position.mixed[...])  # [depth, N, (y, x), R]
     timm = export_state_dict(mixed, source="timm")["rope.freqs"]
     assert timm.shape == (2, 2, 3, 8)
-    np.testing.assert_array_equal(timm[0], ours[:, :, 1])
-    np.testing.assert_array_equal(timm[1], ours[:, :, 0])
+    np.testing.assert_array_equal(timm[0], freqs[:, :, 1])
+    np.testing.assert_array_equal(timm[1], freqs[:, :, 0])
     np.testing.assert_array_equal(
         export_state_dict(mixed, source="naver")["freqs"], timm.reshape(2, 2, 24)
     )
 
 
-def test_offsets_change_their_sign_between_windows_and_neighbourhoods():
+def test_offsets_change_sign_between_windows_and_neighbourhoods():
     swin, nat = small("swin_t", "rpb"), small("nat_s_tiny", "rpb", seed=1)
     rope_jax.convert_state_dict(nat, export_state_dict(swin, source="swin"), source="swin")
-    for one, other in zip(swin.stages, nat.stages, strict=True):
+    for swin_stage, nat_stage in zip(swin.stages, nat.stages, strict=True):
         np.testing.assert_array_equal(
-            other.position.offsets[...], one.position.offsets[...][:, :, ::-1, ::-1]
+            nat_stage.position.offsets[...], swin_stage.position.offsets[...][:, :, ::-1, ::-1]
         )
 
 
@@ -150,16 +150,16 @@ def test_offsets_change_their_sign_between_windows_and_neighbourhoods():
         ("swin_t", "ape", "swin", "absolute_pos_embed"),
     ],
 )
-def test_tables_of_another_map_are_resized_by_the_rule_of_their_scheme(name, position, source, key):
+def test_tables_of_another_map_are_resized_by_the_schemes_rule(name, position, source, key):
     trained = small(name, position, image_size=64)
     model = small(name, position, image_size=(96, 80), seed=1)
     state_dict = export_state_dict(trained, source=source)
     rope_jax.convert_state_dict(model, state_dict, source=source)
     trained.resize((96, 80))
-    close = lambda one, other: np.testing.assert_allclose(
-        one, other, rtol=0, atol=1e-6
+    assert_close = lambda result, reference: np.testing.assert_allclose(
+        result, reference, rtol=0, atol=1e-6
     )  # layer by layer, and all at once
-    jax.tree.map(close, weights_of(model), weights_of(trained))
+    jax.tree.map(assert_close, all_weights(model), all_weights(trained))
     assert export_state_dict(model, source=source)[key].shape != state_dict[key].shape
 
 
@@ -177,8 +177,8 @@ def test_tables_of_another_window_are_resized():
 @pytest.mark.parametrize(
     ("image_size", "sides"), [((32, 64), [(8, 8), (4, 4)]), ((20, 28), [(5, 7), (3, 4)])]
 )
-def test_official_tables_are_square_and_become_those_of_the_windows(image_size, sides):
-    """Tables of a window of 8 for maps that squares fill, and for maps that they do not."""
+def test_square_official_tables_are_resized_to_windows(image_size, sides):
+    """Tables of a window of 8, for maps that square windows fill, and for others."""
     model = small("swin_t", "rpb", image_size=image_size, window_size=8)
     assert [stage.position.offsets.shape[2:] for stage in model.stages] == [
         (2 * h - 1, 2 * w - 1) for h, w in sides
@@ -202,7 +202,7 @@ def test_official_tables_are_square_and_become_those_of_the_windows(image_size, 
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "key", "make", "square", "own"),
+    ("name", "position", "key", "make", "square", "native"),
     [
         # 225 = 15 * 15 = 9 * 25 offsets
         (
@@ -216,9 +216,7 @@ def test_official_tables_are_square_and_become_those_of_the_windows(image_size, 
         ("deit3_s16", "ape", "pos_embed", {"image_size": (32, 128)}, 4, (2, 8)),  # 16 tokens
     ],
 )
-def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(
-    name, position, key, make, square, own
-):
+def test_ambiguous_table_shapes_are_not_guessed(name, position, key, make, square, native):
     model, other, source = (
         small(name, position, **make),
         small(name, position, **make, seed=1),
@@ -226,13 +224,13 @@ def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(
     )
     state_dict = export_state_dict(model, source=source)
     message = (
-        rf"{re.escape(key)} may be of {square}x{square} or, as in this model, of {own[0]}x{own[1]} "
-        rf"tokens: say which by convert_state"
+        rf"{re.escape(key)} may be of {square}x{square} or, as in this model, of "
+        rf"{native[0]}x{native[1]} tokens: say which by convert_state"
     )
     with pytest.raises(ValueError, match=message):
         rope_jax.convert_state_dict(other, state_dict, source=source)
     grids = dict.fromkeys(
-        [name for name in state_dict if "position_bias" in name or name == "pos_embed"], own
+        [name for name in state_dict if "position_bias" in name or name == "pos_embed"], native
     )
     rope_jax.convert_state_dict(other, state_dict, source=source, grids=grids)
     assert_same(other, model)
@@ -269,7 +267,7 @@ def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(
         ("swin_t", "rpb", "swin"),
     ],
 )
-def test_blocks_that_are_kept_as_one_have_the_names_of_a_list(name, position, source):
+def test_stacked_blocks_have_the_names_of_a_list(name, position, source):
     plain, scanned = small(name, position), small(name, position, seed=1, scan_layers=True)
     state_dict = export_state_dict(plain, source=source)
     rope_jax.convert_state_dict(scanned, state_dict, source=source)
@@ -278,7 +276,7 @@ def test_blocks_that_are_kept_as_one_have_the_names_of_a_list(name, position, so
     assert_equal(export_state_dict(scanned, source=source), state_dict)
 
 
-def test_a_table_of_a_neighbourhood_is_of_one_size():
+def test_tables_of_neighbourhoods_are_not_resized():
     model = small("nat_s_tiny", "rpb", kernel_size=5)
     with pytest.raises(
         ValueError,
@@ -289,7 +287,7 @@ def test_a_table_of_a_neighbourhood_is_of_one_size():
         )
 
 
-def test_all_problems_are_told_at_once_and_nothing_is_changed():
+def test_all_problems_are_reported_at_once_without_changes():
     model, before = small("deit_ti16", "ape"), small("deit_ti16", "ape")
     state_dict = export_state_dict(small("deit_ti16", "ape", seed=1), source="deit")
     del state_dict["blocks.1.norm1.weight"]
@@ -339,7 +337,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_changed():
         ),
     ],
 )
-def test_what_a_source_cannot_hold_is_refused(name, position, source, advice):
+def test_models_that_a_source_cannot_hold_are_refused(name, position, source, advice):
     model = small(name, position)
     with pytest.raises(ValueError, match=advice):
         export_state_dict(model, source=source)
@@ -347,7 +345,7 @@ def test_what_a_source_cannot_hold_is_refused(name, position, source, advice):
         rope_jax.convert_state_dict(model, {}, source=source)
 
 
-def test_a_checkpoint_that_holds_the_weights_among_other_things_is_refused():
+def test_nested_checkpoints_are_refused():
     model = small("deit_ti16", "ape")
     checkpoint = {"model": export_state_dict(model, source="deit"), "epoch": 3, "optimizer": {}}
     with pytest.raises(
@@ -358,7 +356,7 @@ def test_a_checkpoint_that_holds_the_weights_among_other_things_is_refused():
         rope_jax.convert_state_dict(model, checkpoint, source="deit")
 
 
-def test_what_follows_from_other_tensors_is_dropped():
+def test_derived_tensors_are_dropped():
     model = small("swin_t", "rope_mixed+rpb")
     state_dict = export_state_dict(model, source="naver")
     attention = "layers.1.blocks.1.attn"
@@ -370,7 +368,7 @@ def test_what_follows_from_other_tensors_is_dropped():
     rope_jax.convert_state_dict(model, state_dict, source="naver")
 
 
-def test_what_the_model_computes_must_be_what_the_file_holds():
+def test_stored_frequencies_must_match_the_model():
     model = small("swin_t", "rope2d(base=50)")
     state_dict = export_state_dict(model, source="naver")
     ladder = 50.0 ** -(np.arange(4) / 4)
@@ -383,7 +381,7 @@ def test_what_the_model_computes_must_be_what_the_file_holds():
     }
     rope_jax.convert_state_dict(model, state_dict, source="naver")
     wrong = [small("swin_t", position) for position in ("rope2d", "rope1d", "rope2d(base=47)")]
-    for dtype in (np.float32, np.float16, jnp.bfloat16):  # rounding is no other table
+    for dtype in (np.float32, np.float16, jnp.bfloat16):  # rounding does not make another table
         rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
         rope_jax.convert_state_dict(model, rounded, source="naver")
         for other in wrong:
@@ -397,12 +395,12 @@ SINES = sinusoids(1 + 4 * 4, VIT["width"]).astype(np.float32)
 @pytest.mark.parametrize(
     ("name", "position", "size", "source", "key", "table"),
     [
-        # The map of the file is not that of the model.
+        # The file and the model have different maps.
         ("deit_ti16", "lape(sincos1d)", 96, "lape", "pos_embed", SINES),
         ("vit_lite_7_4", "sincos1d", 16, "cct", "classifier.positional_emb", SINES[None]),
     ],
 )
-def test_sinusoids_of_a_file_must_be_those_of_the_model(name, position, size, source, key, table):
+def test_stored_sinusoids_must_match_the_model(name, position, size, source, key, table):
     model = small(name, position, image_size=size)
     state_dict = export_state_dict(model, source=source)
     rope_jax.convert_state_dict(model, state_dict | {key: table}, source=source)

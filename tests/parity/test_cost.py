@@ -31,7 +31,7 @@ def shapes(name, **options):
 
 
 @pytest.mark.parametrize("name", some_slow(GOLDEN["gmacs"], list(GOLDEN["gmacs"])[::4]))
-def test_multiply_adds_are_those_of_the_literature(name):
+def test_multiply_adds_match_the_literature(name):
     model = shapes(ISOTROPIC.get(name) or name.split("_official")[0].split("_matmul")[0])
     total = sum(row.multiply_adds for row in cost(model, 224)) / 1e9
     # Swin's own counter has norms in it, too.
@@ -49,9 +49,7 @@ def test_multiply_adds_are_those_of_the_literature(name):
         ("cat_vit_5", 224, 5 * 2 * 785**2 * 1024, 11 * 785 * 1024, 37.23),
     ],
 )
-def test_layers_cost_what_papers_say_that_leave_out_attention(
-    name, size, products, normalised, giga
-):
+def test_costs_without_attention_match_the_papers(name, size, products, normalised, giga):
     rows = cost(shapes(name), size)
     attention = sum(row.multiply_adds for row in rows if row.module.endswith(".attn"))
     assert attention == products
@@ -74,16 +72,18 @@ def test_rows_add_up_at_every_depth(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_ti16", "swin_t"])
-def test_blocks_that_are_kept_as_one_cost_as_much(name):
-    one, other = (cost(shapes(name, scan_layers=scan), (64, 96), depth=2) for scan in (False, True))
+def test_stacked_blocks_cost_the_same(name):
+    listed, stacked = (
+        cost(shapes(name, scan_layers=scan), (64, 96), depth=2) for scan in (False, True)
+    )
     total = lambda rows: (
         sum(row.parameters for row in rows),
         sum(row.multiply_adds for row in rows),
     )
-    assert total(one) == total(other)
+    assert total(listed) == total(stacked)
 
 
-def test_pairs_of_attention_are_counted_as_they_are():
+def test_attending_pairs_are_counted():
     assert attended_pairs(Global(), (3, 5), 1) == 16**2
     assert (
         attended_pairs(Window((2, 4)), (3, 5)) == 4 * 8**2
@@ -113,7 +113,7 @@ def test_the_command_prints_the_table(capsys):
         (["swin_t", "--image_size=2b"], "image size '2b' must be a positive number of pixels, 224"),
     ],
 )
-def test_what_the_command_cannot_do_it_says(arguments, advice, capsys):
+def test_invalid_arguments_are_explained(arguments, advice, capsys):
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert advice in capsys.readouterr().err

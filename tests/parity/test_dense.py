@@ -9,25 +9,25 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.weights import export_state_dict
-from tests.parity.dense import DATA, check_of, differences, goldens
+from tests.parity.dense import DATA, differences, find_check, goldens
 from tests.parity.dense.__main__ import main
 
 QUICK = ["dino_losses", "mask2former", "msda", "upernet_heads", "vit_adapter", "vitdet_rel"]
-CHECKED = [name for name in goldens() if check_of(name)]
+CHECKED = [name for name in goldens() if find_check(name)]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CHECKED]
 )
-def test_outputs_in_float64_are_those_of_the_official_code(name):
+def test_float64_outputs_match_the_official_code(name):
     for key, (difference, limit) in differences(goldens()[name], "float64").items():
         assert difference <= limit, key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
-def test_outputs_are_those_of_the_official_code(name):
+def test_outputs_match_the_official_code(name):
     for key, (difference, limit) in differences(goldens()[name], "float32").items():
         assert difference <= limit, key
 
@@ -43,10 +43,10 @@ def test_outputs_are_those_of_the_official_code(name):
         ("upernet_vit_plain", "mmseg"),
     ],
 )
-def test_weights_are_exported_as_they_came(name, source):
+def test_weights_round_trip(name, source):
     golden = goldens()[name]
     weights = golden.weights
-    model = nnx.eval_shape(lambda: check_of(name).created(golden.case, weights, "float32"))
+    model = nnx.eval_shape(lambda: find_check(name).make_model(golden.case, weights, "float32"))
     rope_jax.convert_state_dict(model, weights, source=source)
     exported = export_state_dict(model, source=source)
     assert exported.keys() == weights.keys()
@@ -56,14 +56,14 @@ def test_weights_are_exported_as_they_came(name, source):
         np.testing.assert_array_equal(exported[key], array, err_msg=key)
 
 
-def test_the_runner_fails_where_an_output_differs(tmp_path, capsys):
+def test_the_runner_fails_if_an_output_differs(tmp_path, capsys):
     for kind in ("json", "npz"):
         shutil.copy(DATA / f"msda.{kind}", tmp_path)
     cases = {"msda": goldens()["msda"].case, "other": {}}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     assert main([str(tmp_path), "--x64"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == ["checked 1 of 2 goldens", "there is no check of other"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["checked 1 of 2 goldens", "there is no check of other"]
     with np.load(tmp_path / "msda.npz") as file:
         arrays = dict(file)
     arrays["points"][0, 0, 0] += 1e-4

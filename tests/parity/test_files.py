@@ -1,4 +1,4 @@
-"""Files of weights: reading, refusing before anything is read, and metadata."""
+"""Files of weights: reading, refusals before reading, and metadata."""
 
 import functools
 import io
@@ -29,16 +29,16 @@ def small(position="ape", *, name="deit3_s16", seed=0, pretrained=False):
     return rope_jax.create_model(name, position=position, seed=seed, pretrained=pretrained, **SIZES)
 
 
-def assert_same(one, other):
-    one, other = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (one, other))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def assert_same(first, second):
+    first, second = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (first, second))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 @pytest.mark.parametrize(
     ("position", "source"),
     [("ape", "timm"), ("ape", "deit"), ("rope_mixed+ape", "timm"), ("rope2d", "naver")],
 )
-def test_weights_go_out_and_come_back_exactly(position, source, tmp_path):
+def test_files_round_trip_exactly(position, source, tmp_path):
     model = small(position)
     save_pretrained(model, tmp_path / "model.safetensors", source=source)
     assert_same(small(position, seed=1, pretrained=tmp_path / "model.safetensors"), model)
@@ -66,7 +66,7 @@ def test_weights_go_out_and_come_back_exactly(position, source, tmp_path):
         ("nat_mini", "rpb", 224, "nat", 0.875, 256),
     ],
 )
-def test_preprocessing_is_that_of_the_source(name, position, image_size, source, crop, resized):
+def test_preprocessing_follows_the_source(name, position, image_size, source, crop, resized):
     sizes = {"depth": 1} if "deit" in name else {"depths": (1,), "heads": (1,), "width": 32}
     model = nnx.eval_shape(
         lambda: rope_jax.create_model(name, position=position, image_size=image_size, **sizes)
@@ -76,8 +76,8 @@ def test_preprocessing_is_that_of_the_source(name, position, image_size, source,
 
 
 @pytest.mark.slow
-def test_no_source_fails_on_a_model_of_another(tmp_path):
-    """Each is asked for its names when a file does not say whose they are."""
+def test_sources_tolerate_models_of_other_sources(tmp_path):
+    """All sources list their names if a file does not identify its own."""
     np.savez(tmp_path / "model.npz", nothing=np.zeros(1, np.float32))
     models = [
         ("deit3_s16", "rope2d(pairing=interleaved)", {"depth": 1}),
@@ -121,8 +121,8 @@ def test_weights_that_are_not_finite_are_refused(value, tmp_path):
     state_dict["head.bias"] = np.array([0, 0, 0, value, 0], np.float32)
     np.savez(tmp_path / "model.npz", **state_dict)
     model = small(seed=1)
-    wanted = r"^head\.bias of '.*model\.npz' holds NaN or infinite values: take other weights"
-    with pytest.raises(ValueError, match=wanted):
+    message = r"^head\.bias of '.*model\.npz' holds NaN or infinite values: take other weights"
+    with pytest.raises(ValueError, match=message):
         load_pretrained(model, tmp_path / "model.npz")
     with pytest.raises(ValueError, match=r"^head\.bias of 'state_dict' holds NaN"):
         rope_jax.convert_state_dict(model, state_dict, source="deit")
@@ -130,7 +130,7 @@ def test_weights_that_are_not_finite_are_refused(value, tmp_path):
 
 
 class Marker:
-    """Leaves a trace when it is unpickled."""
+    """Leaves a trace when unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -151,7 +151,7 @@ class Marker:
         "model.safetensors",
     ],
 )
-def test_no_pickle_is_ever_opened(name, tmp_path):
+def test_pickles_are_never_opened(name, tmp_path):
     marker = tmp_path / "marker"
     buffer = io.BytesIO()
     np.save(buffer, np.array([Marker(marker)], object))
@@ -167,8 +167,8 @@ def test_no_pickle_is_ever_opened(name, tmp_path):
     assert not marker.exists()
 
 
-def test_what_does_not_fit_is_refused_by_its_header(tmp_path):
-    """A file that claims to hold a tebibyte: nobody tries to read that."""
+def test_unfitting_files_are_refused_by_their_headers(tmp_path):
+    """The file claims to hold a tebibyte, which is not read."""
     state_dict = export_state_dict(small(), source="deit")
     with zipfile.ZipFile(tmp_path / "model.npz", "w") as archive:
         for key, array in state_dict.items():
@@ -198,10 +198,10 @@ def npy(array):
     return file.getvalue()
 
 
-def zipped(path, *members, **options):
-    """An archive with members of any names, also equal ones."""
+def write_zip(path, *members, **options):
+    """Writes an archive with members of any names, also equal ones."""
     with (
-        warnings.catch_warnings(action="ignore"),  # of a name that is there already
+        warnings.catch_warnings(action="ignore"),  # about duplicate names
         zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, **options) as archive,
     ):
         for name, content in members:
@@ -210,35 +210,35 @@ def zipped(path, *members, **options):
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("name", ["head.weight.npy", "head.weight"])
-def test_an_array_given_twice_is_read_as_it_was_checked(tmp_path, order, name):
-    """Otherwise the shape of one would be checked, and the other one read."""
+def test_duplicate_arrays_are_read_as_checked(tmp_path, order, name):
+    """Otherwise the shape of one would be checked, and the other read."""
     small, large = (npy(np.zeros((rows, 16), np.float32)) for rows in (48, 2**10))
-    zipped(tmp_path / "model.npz", *[("head.weight.npy", small), (name, large)][::order])
+    write_zip(tmp_path / "model.npz", *[("head.weight.npy", small), (name, large)][::order])
     with open_weights(str(tmp_path / "model.npz")) as file:
         assert file.shapes["head.weight"] == (file.read("head.weight").shape, np.float32)
 
 
-def test_a_member_that_is_no_array_is_refused(tmp_path):
-    zipped(tmp_path / "model.npz", ("head.weight.npy", npy(np.zeros(4))), ("notes.txt", b"text"))
-    refused = pytest.raises(ValueError, match=r"array notes.txt of .* cannot be read")
-    with refused, open_weights(str(tmp_path / "model.npz")):
+def test_other_members_are_refused(tmp_path):
+    write_zip(tmp_path / "model.npz", ("head.weight.npy", npy(np.zeros(4))), ("notes.txt", b"text"))
+    expected_error = pytest.raises(ValueError, match=r"array notes.txt of .* cannot be read")
+    with expected_error, open_weights(str(tmp_path / "model.npz")):
         pass
 
 
 GRIDS = ["[" * 100_000, '{"a": [1e999, 1]}', '{"a": 1}', '{"a": [1]}', '{"a": ["x", "y"]}']
 MODEL = '{"family": "ViT", "options": {}, "position": [], "grids": '
-SAYS = ["", "[]", "{}", '{"family": 1}', *(f"{MODEL}{grids}}}" for grids in GRIDS)]
-SAYS += ['{"family": "", "options": 1, "position": [], "grids": {}}']
-SAYS += [MODEL + '{}, "description": {"name": 1}}']
+METADATA = ["", "[]", "{}", '{"family": 1}', *(f"{MODEL}{grids}}}" for grids in GRIDS)]
+METADATA += ['{"family": "", "options": 1, "position": [], "grids": {}}']
+METADATA += [MODEL + '{}, "description": {"name": 1}}']
 
 
-@pytest.mark.parametrize("says", SAYS)
-def test_what_a_file_says_of_its_model_may_be_damaged(says):
+@pytest.mark.parametrize("text", METADATA)
+def test_damaged_metadata_is_refused(text):
     with pytest.raises(ValueError, match="has metadata about its model that cannot be read"):
-        Metadata.from_json(says, "model.safetensors")
+        Metadata.from_json(text, "model.safetensors")
 
 
-# A file that ends early, too.
+# A truncated file.
 ENDING = safetensors.numpy.save({"norm.weight": np.zeros(48, np.float32)})[:-100]
 
 
@@ -252,7 +252,7 @@ def test_damaged_files_are_refused(name, content, tmp_path):
         small(pretrained=tmp_path / name)
 
 
-def test_compressed_files_with_a_wrong_bit_are_refused(tmp_path):
+def test_corrupted_compressed_files_are_refused(tmp_path):
     np.savez_compressed(tmp_path / "model.npz", **export_state_dict(small(), source="deit"))
     content, model = (tmp_path / "model.npz").read_bytes(), small()
     start = (
@@ -266,10 +266,10 @@ def test_compressed_files_with_a_wrong_bit_are_refused(tmp_path):
             load_pretrained(model, tmp_path / "model.npz")
 
 
-def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
+def test_hub_ids_are_downloaded_if_possible(tmp_path, monkeypatch):
     model = small("rope_mixed")
     save_pretrained(model, tmp_path / "model.safetensors", source="timm")
-    asked = []
+    requests = []
 
     class Hub:
         class utils:  # noqa: N801  (a module there)
@@ -284,7 +284,7 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
 
         @classmethod
         def hf_hub_download(cls, repository, name):
-            asked.append((repository, name))
+            requests.append((repository, name))
             if not repository.startswith("timm/") or not (tmp_path / name).exists():
                 raise cls.utils.EntryNotFoundError
             return str(tmp_path / name)
@@ -292,18 +292,26 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert_same(small("rope_mixed", seed=1, pretrained="timm/vit_small.naver_in1k"), model)
     names = ["model.safetensors", "config.json"]
-    assert asked == [("timm/vit_small.naver_in1k", name) for name in names]
+    assert requests == [("timm/vit_small.naver_in1k", name) for name in names]
     again = rope_jax.create_model("timm/vit_small.naver_in1k")  # the file describes its model
     assert_same(again, model)
     assert (again.name, again.notation, again.image_size) == ("deit3_s16", "rope_mixed", (64, 64))
     state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     safetensors.numpy.save_file(state, tmp_path / "model.safetensors")  # as timm writes it
     usual = small("rope_mixed", pretrained="timm/vit_small.augreg").preprocessing
-    about = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.8, "interpolation": "bilinear"}
+    preprocessing = {
+        "mean": [0.5] * 3,
+        "std": [0.25] * 3,
+        "crop_pct": 0.8,
+        "interpolation": "bilinear",
+    }
     for config, expected in [
-        ({"pretrained_cfg": about}, Preprocessing((0.5,) * 3, (0.25,) * 3, 0.8, "bilinear")),
+        (
+            {"pretrained_cfg": preprocessing},
+            Preprocessing((0.5,) * 3, (0.25,) * 3, 0.8, "bilinear"),
+        ),
         ({"image_mean": [0.5] * 3}, usual),
-        ({"pretrained_cfg": {**about, "mean": None}}, usual),
+        ({"pretrained_cfg": {**preprocessing, "mean": None}}, usual),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config))
         again = small("rope_mixed", pretrained="timm/vit_small.augreg")
@@ -320,8 +328,8 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
         small(pretrained="timm/vit_small.naver_in1k")
 
 
-def test_names_of_no_source_are_not_listed_one_by_one(tmp_path):
-    """Such as those of transformers: no table is the nearest one."""
+def test_unknown_names_are_summarised(tmp_path):
+    """For example names of transformers, to which no table is nearest."""
     names = [f"encoder.layer.{i}.attention.attention.query.weight" for i in range(2)]
     np.savez(tmp_path / "other.npz", **{name: np.zeros((48, 48), np.float32) for name in names})
     message = r"no name .* in a known source \(.*timm.*\), but encoder\.layer\.0\..*query\.weight, "
@@ -331,7 +339,7 @@ def test_names_of_no_source_are_not_listed_one_by_one(tmp_path):
 
 @pytest.mark.parametrize("position", ["rope_mixed", "rope_mixed+ape"])
 @pytest.mark.parametrize("source", [None, "timm"])
-def test_weights_of_another_position_name_it(position, source, tmp_path):
+def test_weights_of_another_position_are_refused_by_name(position, source, tmp_path):
     path = tmp_path / "timm.npz"
     np.savez(path, **export_state_dict(small(position), source="timm"))
     advice = re.escape(f'; create it with position="{position}"')
@@ -339,16 +347,16 @@ def test_weights_of_another_position_name_it(position, source, tmp_path):
         load_pretrained(small(), path, source=source)
 
 
-def test_names_of_another_source_than_the_given_one_are_refused(tmp_path):
+def test_names_of_another_source_are_refused(tmp_path):
     save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
     with pytest.raises(ValueError, match="by the names of source='timm'"):
         load_pretrained(small(), tmp_path / "model.safetensors", source="timm")
 
 
-def test_weights_whose_pairing_cannot_be_told_are_not_guessed(tmp_path):
+def test_ambiguous_pairings_are_not_guessed(tmp_path):
     """nat_s has the names of naver's Swin, which pairs channels differently.
 
-    Of weights that fit by neither of them, the reason is told.
+    For weights that fit neither, the reason is reported.
     """
     make = lambda position, depths=(1, 1), **options: rope_jax.create_model(
         "nat_s_tiny", position=position, image_size=32, depths=depths, heads=(3, 6), **options
@@ -392,7 +400,7 @@ NAT = {"width": 16, "depths": (2, 1), "heads": (1, 2), "num_classes": 5, "image_
         (("swin_t", "rope2d", {}), ("swin_t", "rope2d(base=50)", {}), "'base': 100.0"),
     ],
 )
-def test_a_file_says_of_which_model_it_is(saved, loaded, advice, tmp_path):
+def test_files_identify_their_model(saved, loaded, advice, tmp_path):
     path = tmp_path / "model.safetensors"
     make = lambda name, position, options, **weights: rope_jax.create_model(
         name, position=position, **NAT | options, **weights
@@ -408,7 +416,7 @@ def test_a_file_says_of_which_model_it_is(saved, loaded, advice, tmp_path):
     assert_same(make(*saved, seed=1, pretrained=path), model)
 
 
-def test_what_weights_do_not_depend_on_may_differ(tmp_path):
+def test_options_irrelevant_to_weights_may_differ(tmp_path):
     path = tmp_path / "model.safetensors"
     model = small("rope2d+ape")
     save_pretrained(model, path, source="naver")
@@ -426,8 +434,8 @@ def test_what_weights_do_not_depend_on_may_differ(tmp_path):
     )
 
 
-def test_a_file_says_for_which_maps_its_tables_are(tmp_path):
-    """16 tokens, those of 2 x 8 as well as those of 4 x 4."""
+def test_files_identify_the_maps_of_their_tables(tmp_path):
+    """16 tokens may be 2 x 8 or 4 x 4."""
     make = lambda size, **options: rope_jax.create_model(
         "deit3_s16", **SIZES | {"image_size": size}, **options
     )
@@ -439,6 +447,6 @@ def test_a_file_says_for_which_maps_its_tables_are(tmp_path):
     assert_same(square, model)
 
 
-def test_an_empty_name_is_not_no_weights():
+def test_an_empty_name_is_refused():
     with pytest.raises((ValueError, FileNotFoundError)):
         rope_jax.create_model("vit_digits", pretrained="")

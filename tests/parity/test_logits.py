@@ -35,10 +35,10 @@ QUICK = [
 FLOAT64 = ["heo_vit_s16_mixed_ape_224", "nat_s_tiny_224", "vit_lite_7_4_32", "timm_dinov2_g_reg_56"]
 
 
-def converted(name, dtype=jnp.float32, *, scan=False):
-    """The model of a case with its weights, all from the state dict: none is initialised before.
+def convert(name, dtype=jnp.float32, *, scan=False):
+    """The model of a case with its weights, all from the state dict, without initialisation.
 
-    With `scan`, blocks are stacked where the family allows it, which compiles faster.
+    With `scan`, blocks are stacked if the family allows it, which compiles faster.
     """
     case = official.CASES[name]
     fixed = find_model(case["model"]).options.fixed
@@ -57,13 +57,13 @@ def converted(name, dtype=jnp.float32, *, scan=False):
     return model, weights
 
 
-def check_logits(name, model, dtype, wanted, tolerance):
+def check_logits(name, model, dtype, key, tolerance):
     graph, state = nnx.split(model)
     images = jnp.asarray(official.images(*official.CASES[name]["size"]), dtype)
     with jax.default_matmul_precision("highest"):
         logits = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, images)
     assert logits.dtype == dtype
-    assert np.abs(np.asarray(logits) - official.golden(name)[wanted]).max() < tolerance
+    assert np.abs(np.asarray(logits) - official.golden(name)[key]).max() < tolerance
 
 
 def check_export(name, model, weights):
@@ -77,8 +77,8 @@ def check_export(name, model, weights):
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in FLOAT64)]
 )
-def test_logits_in_float64_are_those_of_the_official_code(name):
-    model, weights = converted(name, jnp.float64, scan=True)
+def test_float64_logits_match_the_official_code(name):
+    model, weights = convert(name, jnp.float64, scan=True)
     # Some codes compute their sines in float32 whatever the model's dtype.
     tolerance = 2e-6 if official.CASES[name]["float32_tables"] else 1e-9
     check_logits(name, model, jnp.float64, "logits_f64", tolerance)
@@ -88,12 +88,12 @@ def test_logits_in_float64_are_those_of_the_official_code(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", official.CASES)
-def test_logits_are_those_of_the_official_code(name):
-    model, _ = converted(name)
+def test_logits_match_the_official_code(name):
+    model, _ = convert(name)
     check_logits(name, model, jnp.float32, "logits", 2e-5)
 
 
-def test_every_source_has_a_case_that_is_not_slow():
+def test_every_source_has_a_quick_case():
     # DINO's own names are compared with timm's in tests/models/test_dino.py, ours
     # are in test_own.py; ResFormer has no case.
     elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax"}

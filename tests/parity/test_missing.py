@@ -1,4 +1,4 @@
-"""Weights that lack something: no parameter keeps its initial value without a word about it."""
+"""Incomplete weights: no parameter silently keeps its initial value."""
 
 import dataclasses
 import re
@@ -55,55 +55,55 @@ QUICK = [CASES[n] for n in (0, 2, 11)]
 
 
 def abstract(name, settings):
-    """A model without a value in any variable."""
+    """A model of shapes only."""
     settings = {"num_classes": 3, "image_size": 64} | settings
     return nnx.eval_shape(lambda: rope_jax.create_model(name, **settings))
 
 
-def weights_of(name, settings, source):
+def random_weights(name, settings, source):
     model, rng = abstract(name, settings), np.random.default_rng(0)
     values = jax.tree.map(lambda x: rng.random(x.shape).astype(x.dtype), nnx.state(model))
     nnx.update(model, values)
     return export_state_dict(model, source=source)
 
 
-def without_a_value(model):
+def missing_values(model):
     state = nnx.to_flat_state(nnx.state(model, STORED))
     empty = lambda variable: isinstance(variable.get_value(), jax.ShapeDtypeStruct)
     return [".".join(map(str, path)) for path, variable in state if empty(variable)]
 
 
-def refusal(model, file, **how):
+def refusal(model, file, **options):
     """The error of loading a file; None without one."""
     try:
-        load_weights(model, file, **how)
+        load_weights(model, file, **options)
     except ValueError as error:
         return str(error)
     return None
 
 
 @pytest.mark.parametrize(("name", "settings", "source"), some_slow(CASES, QUICK))
-def test_what_is_missing_is_an_error_or_printed(name, settings, source, capsys):
-    """Any single tensor (of large models a sample), and all whose names begin alike."""
-    weights, model = weights_of(name, settings, source), abstract(name, settings)
-    assert without_a_value(model)
+def test_missing_tensors_are_errors_or_printed(name, settings, source, capsys):
+    """Single tensors (of large models a sample), and groups whose names begin alike."""
+    weights, model = random_weights(name, settings, source), abstract(name, settings)
+    assert missing_values(model)
     starts = {f"{key.partition('.')[0]}." for key in weights if "." in key}
     singles = [*weights][:: 1 + len(weights) // 60]
     for absent in ["", *sorted(starts), *singles]:
         gone = {
             key for key in weights if key == absent or (absent in starts and begins(key, [absent]))
         }
-        left = {key: array for key, array in weights.items() if key not in gone}
-        shapes = {key: (array.shape, array.dtype) for key, array in left.items()}
+        remaining = {key: array for key, array in weights.items() if key not in gone}
+        shapes = {key: (array.shape, array.dtype) for key, array in remaining.items()}
         for new_head in (False, True)[: 1 + absent.startswith("head")]:
-            file = WeightsFile(shapes, left.__getitem__, source)
+            file = WeightsFile(shapes, remaining.__getitem__, source)
             error = refusal(model, file, new_head=new_head)
             if error is None:
                 words = re.findall(r"[a-z_][\w.{}]+", capsys.readouterr().out)
                 assert words or not gone
-                assert [x for x in without_a_value(model) if not begins(x, words)] == []
+                assert [x for x in missing_values(model) if not begins(x, words)] == []
                 model = abstract(name, settings)
-            else:  # of a whole head or backbone, what is left over is named
+            else:  # for a missing head or backbone, the remaining names are listed
                 assert any(key in error for key in (gone if absent in weights else weights))
 
 
@@ -115,9 +115,9 @@ DINO = [
 
 
 @pytest.mark.parametrize(("name", "settings", "source"), some_slow(DINO, DINO[:1]))
-def test_weights_without_a_head_need_a_word_about_it(name, settings, source, tmp_path, capsys):
-    """Such as those of DINO, DINOv2 and DINOv3: the default of 1,000 classes is no such word."""
-    path, weights = tmp_path / "dino.npz", weights_of(name, settings, source)
+def test_weights_without_a_head_need_an_explicit_request(name, settings, source, tmp_path, capsys):
+    """Files of DINO, DINOv2 and DINOv3 have no head; 1,000 default classes are no request."""
+    path, weights = tmp_path / "dino.npz", random_weights(name, settings, source)
     np.savez(path, **{key: x for key, x in weights.items() if not key.startswith("head.")})
     settings = {"image_size": 64} | settings
     create = lambda **classes: nnx.eval_shape(
@@ -133,37 +133,38 @@ def test_weights_without_a_head_need_a_word_about_it(name, settings, source, tmp
     assert capsys.readouterr().out == "head: new, 1000 classes\n"
 
 
-def test_arrays_without_a_head_are_treated_alike(capsys):
+def test_state_dicts_without_a_head_are_treated_alike(capsys):
     deep = VIT | {"depth": 4}
-    weights = weights_of("deit_ti16", deep, "deit")
+    weights = random_weights("deit_ti16", deep, "deit")
     bare = {key: array for key, array in weights.items() if not key.startswith("head.")}
     with pytest.raises(ValueError, match=r"no head. Create .*convert_state_dict, new_head=True"):
         rope_jax.convert_state_dict(abstract("deit_ti16", deep), bare, source="deit")
     rope_jax.convert_state_dict(abstract("deit_ti16", deep), bare, source="deit", new_head=True)
     assert capsys.readouterr().out == "head: new, 3 classes\n"
     rope_jax.convert_state_dict(abstract("deit_ti16", UPERNET), weights, source="deit")
-    told = "weights of a classifier: new neck, head, not used head."
-    assert capsys.readouterr().out.startswith(told)
+    message = "weights of a classifier: new neck, head, not used head."
+    assert capsys.readouterr().out.startswith(message)
 
 
 @pytest.mark.parametrize("source", [OWN, "timm"])
-def test_what_no_classifier_has_is_printed_of_a_classifier_too(source, tmp_path, capsys):
+def test_parts_that_classifiers_lack_are_printed(source, tmp_path, capsys):
     path, deep = tmp_path / "deit.npz", VIT | {"depth": 4}
-    np.savez(path, **weights_of("deit_ti16", deep, source))
+    np.savez(path, **random_weights("deit_ti16", deep, source))
     model = abstract("vit_adapter_ti16", ADAPTER)
     load_pretrained(model, path, source=source)
     assert capsys.readouterr().out.startswith("weights of a classifier: new prior, levels, inter")
-    assert not {"head.kernel", "norm.scale"} & {*without_a_value(model)}
+    assert not {"head.kernel", "norm.scale"} & {*missing_values(model)}
 
 
 @pytest.mark.parametrize("gone", ["ema.head.bias", "stats"])
-def test_a_checkpoint_that_lacks_something_is_refused(gone, tmp_path):
-    """Of a run that evaluates the average of its weights, with batch statistics."""
+def test_incomplete_checkpoints_are_refused(gone, tmp_path):
+    """A checkpoint of a run with averaged weights and batch statistics."""
     model = {"name": "ceit_t", "num_classes": 3, "options": "depth=1,width=8,heads=1"}
     config = resolve({"model": model, "data": {"image_size": 64}, "ema_decay": 0.9})
-    made, rng = nnx.eval_shape(lambda: create(config)), np.random.default_rng(0)
+    model_shapes, rng = nnx.eval_shape(lambda: create(config)), np.random.default_rng(0)
     values = lambda kind: jax.tree.map(
-        lambda x: rng.random(x.shape).astype(x.dtype), nnx.to_pure_dict(nnx.state(made, kind))
+        lambda x: rng.random(x.shape).astype(x.dtype),
+        nnx.to_pure_dict(nnx.state(model_shapes, kind)),
     )
     state = {"params": values(nnx.Param), "ema": values(nnx.Param), "stats": values(nnx.BatchStat)}
     entry, *path = gone.split(".")

@@ -6,13 +6,13 @@ import pytest
 from tests.parity import noise
 
 
-def test_noise_is_that_of_the_goldens_with_any_c_library(monkeypatch):
+def test_noise_does_not_depend_on_the_c_library(monkeypatch):
     shape = (2, 3, 224, 224)
     drawn = noise.noise(1234, shape)
     assert (np.abs(drawn) > noise.FAR).sum() > 50  # one in 4,000 comes from the C library
 
     class Other:
-        """A C library whose last bit differs, as glibc's does from 2.41."""
+        """A C library whose last bit differs, as in glibc from 2.41."""
 
         def __init__(self, seed):
             self.of = np.random.Generator(np.random.PCG64(seed))
@@ -26,6 +26,6 @@ def test_noise_is_that_of_the_goldens_with_any_c_library(monkeypatch):
     np.testing.assert_array_equal(noise.noise(1234, shape), drawn)
 
 
-def test_noise_that_was_not_recorded_names_the_command_that_does_it():
+def test_unrecorded_noise_names_the_command():
     with pytest.raises(ValueError, match=r"python -m tests\.parity\.noise 987654:20000"):
         noise.noise(987654, (100, 200))

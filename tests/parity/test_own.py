@@ -1,4 +1,4 @@
-"""Weights under the names of parameters here: saved models, other sizes, other heads, old files."""
+"""Weights by this package's names: saved models, other sizes, other heads, old files."""
 
 import functools
 import pathlib
@@ -17,7 +17,7 @@ from rope_jax.positions import Position
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
-from tests.parity.test_convert import VIT, assert_same, logits, small, weights_of
+from tests.parity.test_convert import VIT, all_weights, assert_same, logits, small
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.
 TABLES = [
@@ -32,7 +32,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("name", "position"), TABLES)
-def test_a_saved_model_comes_back_at_its_size_and_at_another(name, position, tmp_path):
+def test_saved_models_load_at_their_size_and_another(name, position, tmp_path):
     model = small(name, position, image_size=(64, 96))
     model.preprocessing = Preprocessing(mean=(0.1, 0.2, 0.3), crop=0.9)
     model.class_names = tuple("abcde")
@@ -60,14 +60,14 @@ class Tables(Position):
         self.factor = nnx.Param(jnp.zeros(()), layers=False)
 
     def resize(self, grid):
-        both = jnp.stack([self.first[...], self.second[...]])
-        maps = resample(both.mT.reshape(2, -1, *self.stage.grid), grid, "bicubic")
+        tables = jnp.stack([self.first[...], self.second[...]])
+        maps = resample(tables.mT.reshape(2, -1, *self.stage.grid), grid, "bicubic")
         self.first.set_value(maps[0].reshape(len(maps[0]), -1).T)
         self.second.set_value(maps[1].reshape(len(maps[1]), -1).T)
         super().resize(grid)
 
 
-def test_a_scheme_with_a_rule_of_its_own_is_resized_by_it(tmp_path, monkeypatch):
+def test_custom_schemes_are_resized_by_their_rule(tmp_path, monkeypatch):
     monkeypatch.setitem(SCHEMES, "tables", Tables)
     model = small("deit3_s16", "tables", image_size=(64, 96))
     rope_jax.save_pretrained(model, tmp_path)
@@ -78,8 +78,8 @@ def test_a_scheme_with_a_rule_of_its_own_is_resized_by_it(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_files_of_before_are_read(scan, tmp_path):
-    """Paths of parameters as names, stacked blocks as they are, and nothing about the model."""
+def test_files_of_earlier_versions_are_read(scan, tmp_path):
+    """Names are paths of parameters, blocks may be stacked, and metadata is absent."""
     model = small("deit3_s16", "ape+rope2d", scan_layers=scan)
     flat = nnx.to_flat_state(nnx.state(model, STORED))
     arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
@@ -89,7 +89,7 @@ def test_files_of_before_are_read(scan, tmp_path):
     assert_same(
         rope_jax.create_model("deit3_s16", image_size=64, scan_layers=scan, **VIT, **make), model
     )
-    # Its 16 rows are those of 4 x 4 tokens, the only square.
+    # Its 16 rows are read as 4 x 4 tokens, the only square.
     other = rope_jax.create_model("deit3_s16", image_size=(96, 80), **VIT, **make)
     model.resize((96, 80))
     np.testing.assert_allclose(
@@ -97,25 +97,27 @@ def test_files_of_before_are_read(scan, tmp_path):
     )
 
 
-def test_a_head_for_other_classes_is_new_and_told(tmp_path, capsys):
+def test_a_new_head_for_other_classes_is_reported(tmp_path, capsys):
     model = small("deit3_s16", "ape")
     model.class_names = tuple("abcde")
     rope_jax.save_pretrained(model, tmp_path)
-    same = {"pretrained": tmp_path, "position": "ape", **VIT}
+    options = {"pretrained": tmp_path, "position": "ape", **VIT}
     fresh = rope_jax.create_model("deit3_s16", num_classes=4, image_size=64, seed=3, **VIT)
-    other = rope_jax.create_model("deit3_s16", num_classes=4, seed=3, **same)
+    other = rope_jax.create_model("deit3_s16", num_classes=4, seed=3, **options)
     assert capsys.readouterr().out == "head: new, 4 classes\n"
     np.testing.assert_array_equal(other.head.kernel[...], fresh.head.kernel[...])
     np.testing.assert_array_equal(
         other.blocks[1].mlp.fc1.kernel[...], model.blocks[1].mlp.fc1.kernel[...]
     )
     assert other.class_names is None
-    assert rope_jax.create_model("deit3_s16", **same).class_names == tuple("abcde")
-    assert rope_jax.create_model("deit3_s16", num_classes=5, **same).class_names == tuple("abcde")
+    assert rope_jax.create_model("deit3_s16", **options).class_names == tuple("abcde")
+    assert rope_jax.create_model("deit3_s16", num_classes=5, **options).class_names == tuple(
+        "abcde"
+    )
     assert capsys.readouterr().out == ""
 
 
-def test_without_classes_the_model_returns_what_its_head_takes(tmp_path):
+def test_models_without_classes_return_the_input_of_the_head(tmp_path):
     model = small("swin_t", "rpb")
     rope_jax.save_pretrained(model, tmp_path)
     bare = rope_jax.create_model(str(tmp_path), num_classes=0)
@@ -141,8 +143,8 @@ OFFICIAL = [
 
 
 @pytest.mark.parametrize(("name", "position", "source"), OFFICIAL)
-def test_official_files_are_for_other_classes_and_sizes(name, position, source, tmp_path, capsys):
-    """A file of arrays with the names of other code, and nothing else."""
+def test_official_files_fit_other_classes_and_sizes(name, position, source, tmp_path, capsys):
+    """A file of arrays with the names of other code, without metadata."""
     trained, path = small(name, position, image_size=64), tmp_path / "official.npz"
     np.savez(path, **export_state_dict(trained, source=source))
     sizes = {key: getattr(trained.options, key) for key in small_options(trained)}
@@ -152,12 +154,12 @@ def test_official_files_are_for_other_classes_and_sizes(name, position, source, 
     rope_jax.create_model(name, num_classes=0, **load)
     assert capsys.readouterr().out == ""
     trained.resize(128)
-    want = weights_of(trained)
-    del want["head"]
-    found = weights_of(model)
-    assert found.pop("head")["kernel"].shape[1] == 4
-    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
-    jax.tree.map(close, found, want)
+    expected = all_weights(trained)
+    del expected["head"]
+    loaded = all_weights(model)
+    assert loaded.pop("head")["kernel"].shape[1] == 4
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
+    jax.tree.map(assert_close, loaded, expected)
     with pytest.raises(ValueError, match=r"create the model with num_classes=5"):
         rope_jax.create_model(name, **load)
 
@@ -166,7 +168,7 @@ def small_options(model):
     return {"width", "heads", "depth", "depths", "dilations"} & vars(model.options).keys()
 
 
-def test_what_names_no_saved_model_is_refused(tmp_path):
+def test_names_without_a_saved_model_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"without model\.safetensors: name one that"):
         rope_jax.create_model(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="there is no such file"):
@@ -179,7 +181,7 @@ def test_what_names_no_saved_model_is_refused(tmp_path):
         rope_jax.save_pretrained(small("deit3_s16", "ape"), path)
 
 
-def test_a_failed_save_leaves_the_file_of_before(tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_previous_file(tmp_path, monkeypatch):
     model = small("deit3_s16", "ape")
     rope_jax.save_pretrained(model, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Schemes as the tests write them, and the stage on which they are compared with NumPy."""
+"""Schemes under test, and the stage on which they are compared with NumPy."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def params(position):
     return {path[-1]: param for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param))}
 
 
-def trained(text, *, std=1.0, **changes):
+def trained_scheme(text, *, std=1.0, **changes):
     """A scheme whose parameters are normal draws."""
     position, rng = scheme(text, **changes), np.random.default_rng(0)
     for _, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
@@ -49,8 +49,8 @@ def normal(*shape):
     return np.random.default_rng(1).standard_normal(shape)
 
 
-def turned(x, rotation):
-    """Vectors [B, L, N, D] rotated by coordinates times frequencies, by definition."""
+def rotate_by_definition(x, rotation):
+    """Rotates vectors [B, L, N, D] by coordinates times frequencies, by definition."""
     if rotation is None:
         return x
     theta = np.einsum("la,nar->lnr", np.asarray(rotation.coords), np.asarray(rotation.freqs))
@@ -118,7 +118,7 @@ ALL = [*DEFAULTS, *VARIANTS, *SUMS]
 
 
 def covering(*extra, leave_out=(), slow=()):
-    """Every scheme as it comes but those in `slow`, and `extra`; other texts are marked slow."""
+    """All texts; only defaults and `extra`, without those in `slow`, are not marked slow."""
     texts = [text for text in ALL if not any(word in text for word in leave_out)]
     fast = {*DEFAULTS, *extra} - {*slow}
     return [text if text in fast else pytest.param(text, marks=pytest.mark.slow) for text in texts]

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from rope_jax.positions.resample import resample
-from tests.positions.schemes import CHANNELS, EXACT, GRID, GRIDS, normal, scheme, tokens, trained
+from tests.positions.schemes import (
+    CHANNELS,
+    EXACT,
+    GRID,
+    GRIDS,
+    normal,
+    scheme,
+    tokens,
+    trained_scheme,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -17,8 +26,8 @@ QUARTER = CHANNELS // 4
 WAVES = (math.sin, math.cos)
 
 
-def added(position, grid):
-    """What `embed` adds to the tokens, the same in every example."""
+def embedding_of_tokens(position, grid):
+    """The embedding that `embed` adds to the tokens of every example."""
     count = position.stage.embed_prefix + grid[0] * grid[1]
     start = normal(2, count, CHANNELS)
     table = np.asarray(position.embed(jnp.asarray(start), grid)) - start
@@ -58,10 +67,10 @@ def test_sincos2d(order, prefix, base):
     for grid in GRIDS:
         want = [[order(y, x, i, base) for i in range(CHANNELS)] for y, x in tokens(grid)]
         want = [[0.0] * CHANNELS] * prefix + want
-        np.testing.assert_allclose(added(position, grid), want, **EXACT)
+        np.testing.assert_allclose(embedding_of_tokens(position, grid), want, **EXACT)
 
 
-def test_sincos2d_is_heos_by_default():
+def test_sincos2d_defaults_to_heos():
     full = scheme("sincos2d(order=heo,base=10000)")
     np.testing.assert_array_equal(scheme("sincos2d").table(GRID), full.table(GRID))
 
@@ -73,7 +82,7 @@ def test_sincos1d(prefix, base):
 
     position = scheme(f"sincos1d(base={base})", embed_prefix=prefix, prefix=prefix)
     want = [[wave(place, i) for i in range(CHANNELS)] for place in range(prefix + 12)]
-    np.testing.assert_allclose(added(position, (3, 4)), want, **EXACT)
+    np.testing.assert_allclose(embedding_of_tokens(position, (3, 4)), want, **EXACT)
 
 
 @pytest.mark.parametrize("rule", ["bicubic", "antialias", "dinov2", "bilinear", "pad"])
@@ -84,12 +93,12 @@ def test_ape(rule, prefix):
     table = np.asarray(position.embedding[...])
     assert table.shape == (prefix + 15, CHANNELS)
     assert 0.018 < table.std() < 0.022  # 0.02 with up to 768 draws
-    np.testing.assert_allclose(added(position, GRID), table, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(embedding_of_tokens(position, GRID), table, rtol=0, atol=1e-14)
     maps = jnp.asarray(table[prefix:].T.reshape(CHANNELS, *GRID))
     for grid in ((5, 3), (2, 9)):  # the first has as many tokens as the table
         want = np.asarray(resample(maps, grid, rule)).reshape(CHANNELS, -1).T
         want = np.concatenate([table[:prefix], want])
-        np.testing.assert_allclose(added(position, grid), want, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(embedding_of_tokens(position, grid), want, rtol=0, atol=1e-14)
 
 
 def test_std_of_ape():
@@ -113,36 +122,36 @@ def test_cape():
     want = x * np.where(np.arange(16) == 0, 1, math.sqrt(CHANNELS))[:, None]
     places = itertools.product(np.linspace(-1, 1, 3), np.linspace(-1, 1, 5))
     want[:, 1:] += [cape(y, x) for y, x in places]
-    got = trained("cape", prefix=1, embed_prefix=1).embed(jnp.asarray(x), GRID)
+    got = trained_scheme("cape", prefix=1, embed_prefix=1).embed(jnp.asarray(x), GRID)
     np.testing.assert_allclose(got, want, **EXACT)
 
 
-def test_cape_of_the_authors_code_exchanges_rows_and_columns():
-    ours, theirs = (scheme(f"cape{options}") for options in ("", "(axis_order=yx)"))
-    there = np.asarray(theirs.table((3, 5))).reshape(3, 5, -1)
-    here = np.asarray(ours.table((5, 3))).reshape(5, 3, -1)
-    np.testing.assert_allclose(there, here.swapaxes(0, 1), rtol=0, atol=1e-12)
+def test_the_axis_order_of_cape_exchanges_rows_and_columns():
+    ours_xy, authors_yx = (scheme(f"cape{options}") for options in ("", "(axis_order=yx)"))
+    table_yx = np.asarray(authors_yx.table((3, 5))).reshape(3, 5, -1)
+    table_xy = np.asarray(ours_xy.table((5, 3))).reshape(5, 3, -1)
+    np.testing.assert_allclose(table_yx, table_xy.swapaxes(0, 1), rtol=0, atol=1e-12)
 
 
-def test_cape_augments_each_example_within_its_limits():
+def test_cape_augments_examples_within_limits():
     grid, batch = (2, 3), 400
     still = np.array([x for _, x in itertools.product((-1, 1), (-1, 0, 1))])
     zeros = jnp.zeros((batch, 6, CHANNELS))
 
-    def moved(text):
-        """How far training moves tokens in x, by the phase of channel 0, cos(pi x): modulo 2."""
+    def shift_of_tokens(text):
+        """The shift of tokens in x in training, modulo 2, by the phase of channel 0, cos(pi x)."""
         out = np.asarray(scheme(text).embed(zeros, grid, jax.random.key(0)))
         phase = np.arctan2(out[..., CHANNELS // 2], out[..., 0]) / math.pi
         return (phase - still + 1) % 2 - 1
 
-    shift = moved("cape(local_shift=0,global_scale=1)")
+    shift = shift_of_tokens("cape(local_shift=0,global_scale=1)")
     np.testing.assert_allclose(shift, shift[:, :1] + np.zeros(6), rtol=0, atol=1e-9)
     assert 0.45 < np.abs(shift).max() < 0.5
     assert np.unique(shift[:, 0].round(9)).size == batch
-    local = moved("cape(global_shift=0,global_scale=1)")
+    local = shift_of_tokens("cape(global_shift=0,global_scale=1)")
     assert 0.48 < np.abs(local).max() < 0.5  # half of the distance of two columns, which is 1
     assert np.unique(local.round(9)).size == 6 * batch
-    scale = 1 + moved("cape(global_shift=0,local_shift=0)")[:, 2]  # of a token at x = 1
+    scale = 1 + shift_of_tokens("cape(global_shift=0,local_shift=0)")[:, 2]  # of a token at x = 1
     assert 1 / 1.4 < scale.min() < 0.73
     assert 1.37 < scale.max() < 1.4
     assert abs(np.log(scale).mean()) < 0.03  # uniform in +-0.336: three standard errors

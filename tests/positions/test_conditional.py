@@ -19,14 +19,14 @@ from tests.positions.schemes import (
     params,
     scheme,
     tokens,
-    trained,
+    trained_scheme,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def convolved(image, kernel, bias):
-    """torch's Conv2d(C, C, 3, padding=1, groups=C) of a map [H, W, C], term by term."""
+def convolve(image, kernel, bias):
+    """Computes torch's Conv2d(C, C, 3, padding=1, groups=C) of a map [H, W, C], term by term."""
     height, width, _ = image.shape
     out = np.zeros_like(image) + bias
     for y, x, i, j in itertools.product(range(height), range(width), range(3), range(3)):
@@ -35,13 +35,13 @@ def convolved(image, kernel, bias):
     return out
 
 
-def test_depthwise_is_a_convolution_in_the_kernels_precision():
+def test_depthwise_convolves_in_the_precision_of_the_kernel():
     maps, kernel, bias = map(jnp.asarray, (normal(2, 3, 5, 8), normal(3, 3, 8), normal(8)))
-    want = [convolved(*map(np.asarray, (image, kernel, bias))) for image in maps]
+    want = [convolve(*map(np.asarray, (image, kernel, bias))) for image in maps]
     np.testing.assert_allclose(depthwise(maps, kernel, bias), want, **EXACT)
     rough = maps.astype(jnp.bfloat16)
-    once = depthwise(rough.astype(jnp.float64), kernel, bias).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(depthwise(rough, kernel, bias), once)
+    rounded_once = depthwise(rough.astype(jnp.float64), kernel, bias).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(depthwise(rough, kernel, bias), rounded_once)
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
@@ -52,19 +52,19 @@ def test_gpe(grid):
         angle = 2 * math.pi * place / 10000 ** (2 * (i // 2) / (CHANNELS // 2))
         return math.cos(angle) if i % 2 else math.sin(angle)
 
-    position = trained("gpe", prefix=1, embed_prefix=1)
+    position = trained_scheme("gpe", prefix=1, embed_prefix=1)
     waves = [[wave(y, x, channel) for channel in range(CHANNELS)] for y, x in tokens(grid)]
     kernel, bias = np.asarray(position.kernel[...]), np.asarray(position.bias[...])
-    want = convolved(np.reshape(waves, (*grid, CHANNELS)), kernel, bias).reshape(-1, CHANNELS)
+    want = convolve(np.reshape(waves, (*grid, CHANNELS)), kernel, bias).reshape(-1, CHANNELS)
     got = position.embed(jnp.ones((1, 1 + len(want), CHANNELS)), grid)[0]
-    np.testing.assert_array_equal(got[0], 1)  # prefix tokens get none
+    np.testing.assert_array_equal(got[0], 1)  # prefix tokens have no embedding
     np.testing.assert_allclose(got[1:], 1 + want, **EXACT)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_lpe(prefix):
     grid = (5, 3)
-    position = trained("lpe", prefix=prefix)
+    position = trained_scheme("lpe", prefix=prefix)
     q, k, v = normal(3, 2, prefix + 15, HEADS, HEAD_DIM)
     got = (
         position.terms(grid)
@@ -75,35 +75,35 @@ def test_lpe(prefix):
     kernel, bias = (np.asarray(x[1]) for x in (position.kernel, position.bias))
     for b, n in tokens((2, HEADS)):
         image = v[b, prefix:, n].reshape(*grid, HEAD_DIM)
-        want[b, prefix:, n] += convolved(image, kernel, bias).reshape(-1, HEAD_DIM)
+        want[b, prefix:, n] += convolve(image, kernel, bias).reshape(-1, HEAD_DIM)
     np.testing.assert_allclose(got, want, **EXACT)
     if not prefix:  # windows convolve the whole map
-        windows = trained("lpe", pattern=Window((2, 2))).terms(grid).layer(1).transform
+        windows = trained_scheme("lpe", pattern=Window((2, 2))).terms(grid).layer(1).transform
         q, k, v = (jnp.asarray(x.reshape(2, *grid, HEADS, HEAD_DIM)) for x in (q, k, v))
-        same = windows(q, k, v, lambda q, k, v: q + k + v)
-        np.testing.assert_array_equal(same.reshape(got.shape), got)
+        on_map = windows(q, k, v, lambda q, k, v: q + k + v)
+        np.testing.assert_array_equal(on_map.reshape(got.shape), got)
 
 
-def test_lpe_starts_as_if_it_were_not_there():
+def test_lpe_starts_at_zero():
     assert not any(param[...].any() for param in params(scheme("lpe")).values())
 
 
 @pytest.mark.parametrize(("text", "after"), [("peg", 0), ("peg(after=2)", 2)])
 def test_peg(text, after):
     grid = (4, 3)
-    position = trained(text, prefix=1)
+    position = trained_scheme(text, prefix=1)
     assert position.mix_after(DEPTH) == (after,)
     x = normal(2, 13, CHANNELS)
     want, (kernel, bias) = x.copy(), map(np.asarray, (position.kernel[...], position.bias[...]))
     for b in range(2):
         image = x[b, 1:].reshape(*grid, CHANNELS)
-        want[b, 1:] += convolved(image, kernel, bias).reshape(-1, CHANNELS)
+        want[b, 1:] += convolve(image, kernel, bias).reshape(-1, CHANNELS)
     for layer in range(DEPTH):
         got = position.mix(jnp.asarray(x), grid, layer)
         np.testing.assert_allclose(got, want if layer == after else x, **EXACT)
 
 
-def test_peg_starts_as_in_twins():
+def test_initial_peg_matches_twins():
     position = scheme("peg", heads=8)
     # 1152 normal draws: three standard errors of 0.01
     assert abs(float(position.kernel[...].std()) - (2 / 9) ** 0.5) < 0.04

@@ -1,4 +1,4 @@
-"""`create_position` and `list_positions`: what is refused, and with which advice."""
+"""`create_position` and `list_positions`: refusals and their advice."""
 
 import re
 
@@ -21,17 +21,17 @@ def scheme(text, **changes):
     return schemes.scheme(text, **SMALL | changes)
 
 
-def test_the_list_of_the_tests_has_every_scheme():
+def test_default_texts_cover_every_scheme():
     assert {text.split("(")[0] for text in DEFAULTS} == set(list_positions())
 
 
-def test_list_positions_takes_patterns():
+def test_list_positions_accepts_patterns():
     assert list_positions("rope*") == ["rope1d", "rope2d", "rope3d", "rope_mixed"]
     assert list_positions("nothing*") == []
     assert list_positions() == sorted(list_positions())
 
 
-# Texts made of the parts of schemes come closer to the mark than random characters.
+# Texts made of parts of schemes test the parser better than random characters.
 NUMBERS = ["1e400", "9" * 400]
 fragments = st.sampled_from(
     [*list_positions(), *"()=,+ .-1²٣é", "k_rope", "base", "True", "half", "nan", *NUMBERS]
@@ -43,7 +43,7 @@ fragments = st.sampled_from(
 @example("rope2d(base=" + "9" * 5000 + ")")
 @example("rope2d(base=-1e999)")
 @example("lape(" * 5000 + "ape")
-def test_no_text_raises_anything_but_a_value_error(text):
+def test_invalid_texts_raise_only_value_errors(text):
     try:
         position = nnx.eval_shape(lambda: scheme(text))
     except ValueError:
@@ -68,7 +68,7 @@ def test_no_text_raises_anything_but_a_value_error(text):
         ("lape(ape+sincos1d)", "one absolute embedding"),
         ("lape(rope2d)", "one absolute embedding"),
         ("ape(sincos1d)", "options only"),
-        # That each option has its check, and what options together cannot be.
+        # Every option has a check, and so do combinations of options.
         ("rope2d(base=0)", "base must be a number above 0"),
         ("rope1d(base=-10)", "base must be"),
         ("rope_mixed(base=1e400)", "at most 1e+30"),
@@ -113,7 +113,7 @@ def test_no_text_raises_anything_but_a_value_error(text):
         ("dinov3(min_period=3,max_period=2)", "min_period=3.0"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(text, words):
+def test_unknown_names_and_values_are_refused_with_advice(text, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         scheme(text)
 
@@ -145,16 +145,16 @@ WINDOWS, NEAR = Window((2, 2)), Neighborhood((3, 3))
         ("decomposed", {"pattern": NEAR, "prefix": 0}, "windows or global"),
     ],
 )
-def test_schemes_refuse_stages_for_which_they_are_not_defined(text, settings, words):
+def test_schemes_refuse_unsuitable_stages(text, settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         scheme(text, **settings)
 
 
-def test_k_rope_16_goes_with_6_heads():
+def test_k_rope_16_suits_6_heads():
     freqs = scheme("axial_rope(k_rope=16)", head_dim=64).terms(GRID).rotation.freqs
     assert freqs.shape == (3, 2, 2)  # one pair of channels for each axis
 
 
-def test_names_of_others_are_names_of_none_here():
+def test_foreign_names_are_not_registered():
     assert not _ELSEWHERE.keys() & set(list_positions())
     assert set(_ELSEWHERE.values()) <= set(list_positions())

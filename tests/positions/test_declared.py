@@ -1,8 +1,8 @@
-"""The properties that every scheme declares, measured: the declared ones hold, no others do.
+"""Measures the properties that every scheme declares: exactly the declared ones hold.
 
 The measure is the contribution of one token to another in a layer whose tokens all have the same
-content: exp(logit) times the value, without the sum of softmax, which depends on where a token is
-on the map in any scheme. All of it is float64.
+content: exp(logit) times the value, without the sum of softmax, which depends on the place of a
+token on the map in any scheme. All computations are in float64.
 """
 
 import doctest
@@ -25,9 +25,9 @@ from tests.positions.schemes import (
     HEADS,
     covering,
     params,
+    rotate_by_definition,
     scheme,
-    trained,
-    turned,
+    trained_scheme,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -43,12 +43,12 @@ CONTENT = np.tile(fresh(HEAD_DIM), HEADS)  # of every token and every head
 W_Q, W_K, VALUE = fresh(HEAD_DIM, HEAD_DIM), fresh(HEAD_DIM, HEAD_DIM) / 3, fresh(HEAD_DIM)
 
 
-def different(text, grid=GRID):
+def make_different(text, grid=GRID):
     """A scheme with parameters that are all different.
 
     Kernels on tables see one token only, so that tokens keep their places.
     """
-    position = trained(text, std=0.5, grid=grid)
+    position = trained_scheme(text, std=0.5, grid=grid)
     if "gpe" in text:
         gpe = next(module for _, module in nnx.iter_modules(position) if hasattr(module, "kernel"))
         centre = jnp.zeros((3, 3, 1)).at[1, 1].set(1)
@@ -57,17 +57,17 @@ def different(text, grid=GRID):
 
 
 @functools.cache
-def terms_of(position, grid):
+def cached_terms(position, grid):
     return position.terms(grid)
 
 
-def embedded(position, grid, key=None):
+def embed_content(position, grid, key=None):
     tokens = np.broadcast_to(CONTENT, (1, grid[0] * grid[1], CHANNELS))
     return np.asarray(position.embed(jnp.asarray(tokens), grid, key))
 
 
 def queries_and_keys(position, grid, layer):
-    x, terms = embedded(position, grid), terms_of(position, grid).layer(layer)
+    x, terms = embed_content(position, grid), cached_terms(position, grid).layer(layer)
     for before in range(layer):
         x = np.asarray(position.mix(jnp.asarray(x), grid, before))
     x = x if terms.add is None else x + np.asarray(terms.add)
@@ -76,22 +76,27 @@ def queries_and_keys(position, grid, layer):
 
 
 @functools.cache
-def given(position, grid, layer):
-    """What token m gives to token l: [N, L, M, D]."""
+def contributions(position, grid, layer):
+    """The contribution of token m to token l, [N, L, M, D]."""
     q, k, terms = queries_and_keys(position, grid, layer)
-    own = 0 if terms.bias is None else np.asarray(window_bias(terms.bias, grid))
+    bias_of_pairs = 0 if terms.bias is None else np.asarray(window_bias(terms.bias, grid))
 
     def attend(q, k, v, bias=0):
         xp = jnp if isinstance(q, jax.core.Tracer) else np  # some transforms map over examples
         if terms.rotation is not None:
-            q, k = turned(np.asarray(q), terms.rotation), turned(np.asarray(k), terms.rotation)
-        logits = xp.einsum("blnd,bmnd->bnlm", q, k) / HEAD_DIM + own + bias
+            q, k = (
+                rotate_by_definition(np.asarray(q), terms.rotation),
+                rotate_by_definition(np.asarray(k), terms.rotation),
+            )
+        logits = xp.einsum("blnd,bmnd->bnlm", q, k) / HEAD_DIM + bias_of_pairs + bias
         return jnp.asarray(xp.einsum("bnlm,bmnd->blnd", xp.exp(logits), v, optimize=True))
 
-    if terms.transform is None:  # values do not matter to the rest
-        logits = np.einsum("lnd,mnd->nlm", *(turned(x, terms.rotation)[0] for x in (q, k)))
-        return np.exp(logits / HEAD_DIM + own)[..., None] * VALUE
-    # One token has a value, in each example another.
+    if terms.transform is None:  # the value is a common factor
+        logits = np.einsum(
+            "lnd,mnd->nlm", *(rotate_by_definition(x, terms.rotation)[0] for x in (q, k))
+        )
+        return np.exp(logits / HEAD_DIM + bias_of_pairs)[..., None] * VALUE
+    # One token has a value, a different one in each example.
     tokens = q.shape[1]
     v = np.eye(tokens)[:, :, None, None] * VALUE * np.ones((HEADS, 1))
     q, k = (np.broadcast_to(x, (tokens, *x.shape[1:])) for x in (q, k))
@@ -99,76 +104,84 @@ def given(position, grid, layer):
 
 
 def norms(position):
-    """Lengths of the queries and keys of a layer when their product is made."""
+    """Lengths of the queries and keys of a layer in their product."""
     q, k, terms = queries_and_keys(position, GRID, 1)
 
     def measure(q, k, v, bias=0):
         if terms.rotation is not None:
-            q, k = (jnp.asarray(turned(np.asarray(x), terms.rotation)) for x in (q, k))
+            q, k = (
+                jnp.asarray(rotate_by_definition(np.asarray(x), terms.rotation)) for x in (q, k)
+            )
         lengths = [jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k)]
         return jnp.concatenate([*lengths, jnp.zeros_like(q)[..., 2:]], axis=-1)
 
     if terms.transform is None:
         return measure(q, k, q)
-    # Beside attention, a transform may add something of its own.
+    # A transform may add terms to the output of attention.
     q, k = jnp.asarray(q), jnp.asarray(k)
     nothing = terms.transform(q, k, q, lambda q, k, v, bias=0: jnp.zeros_like(q))
     return terms.transform(q, k, q, measure) - nothing
 
 
-def close(one, other):
-    return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=1e-9, atol=1e-9)
+def are_close(x, y):
+    return np.shape(x) == np.shape(y) and np.allclose(x, y, rtol=1e-9, atol=1e-9)
 
 
 def is_relative(position):
-    gives, by_offset = given(position, GRID, 1), {}
+    pairs, by_offset = contributions(position, GRID, 1), {}
     for (i, query), (j, key) in itertools.product(enumerate(np.ndindex(GRID)), repeat=2):
         offset = (query[0] - key[0], query[1] - key[1])
-        by_offset.setdefault(offset, []).append(gives[:, i, j])
-    return all(close(one, same[0]) for same in by_offset.values() for one in same)
+        by_offset.setdefault(offset, []).append(pairs[:, i, j])
+    return all(
+        are_close(contribution, group[0]) for group in by_offset.values() for contribution in group
+    )
 
 
 def differs_in_layers(position):
-    """Whether two layers get different things, or any two places between layers."""
+    """True if the terms of two layers, or of two places between layers, differ."""
     if places := position.mix_after(position.stage.depth):
-        x = embedded(position, GRID)
+        x = embed_content(position, GRID)
         mixed = [np.asarray(position.mix(jnp.asarray(x), GRID, i)) - x for i in places]
-        mixed += [] if close(x - CONTENT, 0 * x) else [x - CONTENT]
-        return not close(mixed[0], mixed[-1])
-    terms = terms_of(position, GRID)
+        mixed += [] if are_close(x - CONTENT, 0 * x) else [x - CONTENT]
+        return not are_close(mixed[0], mixed[-1])
+    terms = cached_terms(position, GRID)
     adds = [terms.layer(layer).add for layer in (0, 1)]
-    same = adds[0] is None or close(*adds)
-    return not (same and close(given(position, GRID, 0), given(position, GRID, 1)))
+    same_added = adds[0] is None or are_close(*adds)
+    return not (
+        same_added and are_close(contributions(position, GRID, 0), contributions(position, GRID, 1))
+    )
 
 
 def draws(position):
-    """Whether different keys give different things."""
-    one, other = (
-        [embedded(position, GRID, key), *jax.tree.leaves(position.terms(GRID, key))]
+    """True if different keys give different terms."""
+    first, second = (
+        [embed_content(position, GRID, key), *jax.tree.leaves(position.terms(GRID, key))]
         for key in map(jax.random.key, (0, 1))
     )
-    return not all(close(*pair) for pair in zip(one, other, strict=True))
+    return not all(are_close(*pair) for pair in zip(first, second, strict=True))
 
 
 def acts(position):
-    """Where a scheme acts; between layers may include before the first one."""
-    terms, x = terms_of(position, GRID), embedded(position, GRID)
+    """The places where a scheme acts; "between" layers includes before the first one."""
+    terms, x = cached_terms(position, GRID), embed_content(position, GRID)
     if position.mix_after(position.stage.depth):
         return {"between"}
-    of_layers = {
+    per_layer_terms = {
         "rotation": terms.rotation,
         "logits": terms.bias,
         "layers": terms.add,
         "transform": terms.transform,
     }
-    tokens = set() if close(x, CONTENT + 0 * x) else {"tokens"}
-    return {name for name, term in of_layers.items() if term is not None} | tokens
+    tokens = set() if are_close(x, CONTENT + 0 * x) else {"tokens"}
+    return {name for name, term in per_layer_terms.items() if term is not None} | tokens
 
 
-def same_tokens(position, after, places):
-    """Whether a larger map has, at some places of each axis, what a map of 3 x 3 has."""
+def has_same_contributions(position, after, places):
+    """True if a larger map has, at some places of each axis, the contributions of a 3 x 3 map."""
     index = np.array([y * after[1] + x for y, x in itertools.product(*places)])
-    return close(given(position, SQUARE, 1), given(position, after, 1)[:, index][:, :, index])
+    return are_close(
+        contributions(position, SQUARE, 1), contributions(position, after, 1)[:, index][:, :, index]
+    )
 
 
 def rule_on_another_map(position):
@@ -177,16 +190,16 @@ def rule_on_another_map(position):
     shapes = [[param.shape for param in params(p).values()] for p in (position, resized)]
     if shapes[0] != shapes[1]:
         return "resample"
-    leaves = [jax.tree.leaves(terms_of(position, grid)) for grid in (SQUARE, (5, 3))]
-    tokens = embedded(position, SQUARE)
-    if all(close(*pair) for pair in zip(*leaves, strict=True)) and close(
+    leaves = [jax.tree.leaves(cached_terms(position, grid)) for grid in (SQUARE, (5, 3))]
+    tokens = embed_content(position, SQUARE)
+    if all(are_close(*pair) for pair in zip(*leaves, strict=True)) and are_close(
         tokens, CONTENT + 0 * tokens
     ):
         return "unchanged"
-    if same_tokens(position, (5, 3), [(0, 1, 2)] * 2):
+    if has_same_contributions(position, (5, 3), [(0, 1, 2)] * 2):
         return "extrapolate"
     between = [((9, 9), (1, 4, 7)), ((5, 5), (0, 2, 4)), ((6, 6), (0, 2, 4)), ((6, 6), (1, 3, 5))]
-    if any(same_tokens(position, after, [axis] * 2) for after, axis in between):
+    if any(has_same_contributions(position, after, [axis] * 2) for after, axis in between):
         return "interpolate"
     return "another"
 
@@ -202,25 +215,25 @@ def rule_on_another_map(position):
         slow=["comrope", "irpe", "string"],
     ),
 )
-def test_a_scheme_is_as_declared(text):
-    position = different(text)
-    found = {
+def test_schemes_have_the_declared_properties(text):
+    position = make_different(text)
+    measured = {
         "relative": is_relative(position),
-        "keeps_norms": close(norms(position), norms(scheme("none"))),
+        "keeps_norms": are_close(norms(position), norms(scheme("none"))),
         "per_layer": differs_in_layers(position),
         "learnable": bool(params(position)),
         "augments": draws(position),
     }
     if position.acts in ("rotation", "logits", "transform"):
-        # Embeddings have channels of their own for every head anyway.
-        gives = given(position, GRID, 1)
-        found["per_head"] = not close(gives[0], gives[1])
+        # Embeddings have separate channels for every head anyway.
+        per_head = contributions(position, GRID, 1)
+        measured["per_head"] = not are_close(per_head[0], per_head[1])
     if "+" not in text:
-        found["acts"] = next(iter(acts(position) or {"nowhere"}))
+        measured["acts"] = next(iter(acts(position) or {"nowhere"}))
         assert len(acts(position)) <= 1
         if not text.startswith("liere"):
-            found["resolution"] = rule_on_another_map(different(text, SQUARE))
-    assert found == {name: getattr(position, name) for name in found}
+            measured["resolution"] = rule_on_another_map(make_different(text, SQUARE))
+    assert measured == {name: getattr(position, name) for name in measured}
 
 
 def test_liere_extrapolates_nearly():
@@ -230,7 +243,7 @@ def test_liere_extrapolates_nearly():
     np.testing.assert_allclose(position.coords((6, 9))[-1, -1], [2, 3], rtol=1e-12)
 
 
-def test_the_example_of_the_packages_docstring_is_a_scheme(rope_log):
+def test_the_docstrings_example_is_a_scheme(rope_log):
     position = scheme(f"{rope_log}(pairing=interleaved)")
     assert (is_relative(position), acts(position)) == (position.relative, {position.acts})
     assert SCHEMES[rope_log].__doc__ == "2-D RoPE on the logarithm of row and column."
@@ -238,8 +251,8 @@ def test_the_example_of_the_packages_docstring_is_a_scheme(rope_log):
 
 @pytest.mark.parametrize("name", positions.__all__)
 def test_examples_in_docstrings(name):
-    found = doctest.DocTestFinder().find(getattr(positions, name), name, False, vars(positions))
-    results = [doctest.DocTestRunner().run(example) for example in found]
+    examples = doctest.DocTestFinder().find(getattr(positions, name), name, False, vars(positions))
+    results = [doctest.DocTestRunner().run(example) for example in examples]
     assert sum(result.attempted for result in results) > 0
     assert sum(result.failed for result in results) == 0
 
@@ -252,7 +265,7 @@ def test_every_scheme_is_described(name):
     assert {"paper", "equation"} <= {key for key, value in vars(cls).items() if value}
 
 
-def test_a_sum_is_relative_if_all_parts_are_and_augments_if_any_does():
+def test_sums_combine_declared_properties():
     assert (scheme("rope2d+rpb").relative, scheme("rope2d+ape").relative) == (True, False)
     assert (scheme("dinov3+rpb").augments, scheme("rope2d+rpb").augments) == (True, False)
     assert [part.acts for part in scheme("rope2d+rpb").schemes()] == ["rotation", "logits"]

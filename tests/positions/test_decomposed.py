@@ -6,7 +6,7 @@ import pytest
 
 from rope_jax.positions.resample import bilinear_matrix
 from rope_jax_kernels import Global, Window
-from tests.positions.schemes import HEAD_DIM, HEADS, normal, params, scheme, stage, trained
+from tests.positions.schemes import HEAD_DIM, HEADS, normal, params, scheme, stage, trained_scheme
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -17,9 +17,9 @@ def weights(logits):
 
 
 @pytest.mark.parametrize(("grid", "prefix"), [((3, 5), 0), ((3, 5), 2), ((4, 3), 0)])
-def test_logits_are_those_of_the_definition(grid, prefix):
+def test_logits_match_the_definition(grid, prefix):
     """On the map of creation (3, 5), and on another one, where tables are interpolated."""
-    position = trained("decomposed", prefix=prefix)
+    position = trained_scheme("decomposed", prefix=prefix)
     tokens = prefix + grid[0] * grid[1]
     q, k, v = normal(3, 2, tokens, HEADS, HEAD_DIM)
 
@@ -29,14 +29,16 @@ def test_logits_are_those_of_the_definition(grid, prefix):
 
     got = position.terms(grid).layer(1).transform(*map(jnp.asarray, (q, k, v)), attend)
     rows, columns = (
-        bilinear_matrix(2 * made - 1, 2 * n - 1) @ np.asarray(tables[1][...])
-        for tables, made, n in zip((position.rows, position.columns), (3, 5), grid, strict=True)
+        bilinear_matrix(2 * trained_side - 1, 2 * n - 1) @ np.asarray(tables[1][...])
+        for tables, trained_side, n in zip(
+            (position.rows, position.columns), (3, 5), grid, strict=True
+        )
     )
     logits = np.einsum("blnd,bmnd->bnlm", q, k) * HEAD_DIM**-0.5
-    for one, other in np.ndindex(tokens - prefix, tokens - prefix):
-        (y, x), (y2, x2) = (divmod(token, grid[1]) for token in (one, other))
+    for query, key in np.ndindex(tokens - prefix, tokens - prefix):
+        (y, x), (y2, x2) = (divmod(token, grid[1]) for token in (query, key))
         vector = rows[y - y2 + grid[0] - 1] + columns[x - x2 + grid[1] - 1]
-        logits[:, :, prefix + one, prefix + other] += q[:, prefix + one] @ vector
+        logits[:, :, prefix + query, prefix + key] += q[:, prefix + query] @ vector
     want = np.einsum("bnlm,bmnd->blnd", weights(logits), v)
     np.testing.assert_allclose(got, want, atol=1e-12)
 
@@ -48,7 +50,7 @@ def shapes(text, **changes):
     ]
 
 
-def test_every_layer_has_tables_of_what_it_sees():
+def test_tables_cover_the_range_of_each_layer():
     assert shapes("decomposed") == [(5, 5, 5), (9, 9, 9)]
     assert shapes("decomposed(side=4)") == [(7, 7, 7), (7, 7, 7)]
     windows = {"pattern": Window((2, 2)), "global_layers": (1,)}
@@ -56,23 +58,23 @@ def test_every_layer_has_tables_of_what_it_sees():
     assert shapes("decomposed(side=4)", **windows) == [(3, 7, 3), (3, 7, 3)]
 
 
-def test_resizing_interpolates_the_tables_of_the_map_only():
-    position = trained("decomposed", pattern=Window((2, 2)), global_layers=(1,))
+def test_resizing_interpolates_only_tables_of_the_map():
+    position = trained_scheme("decomposed", pattern=Window((2, 2)), global_layers=(1,))
     before = [np.asarray(table[...]) for table in position.rows]
-    seen = position.with_pattern(Global()).terms((6, 6)).layer(1).transform.rows
+    interpolated = position.with_pattern(Global()).terms((6, 6)).layer(1).transform.rows
     position.resize((6, 6))
     np.testing.assert_array_equal(position.rows[0][...], before[0])
     np.testing.assert_allclose(position.rows[1][...], bilinear_matrix(5, 11) @ before[1])
     again = position.with_pattern(Global()).terms((6, 6)).layer(1).transform.rows
-    np.testing.assert_allclose(again, seen, rtol=1e-12)
+    np.testing.assert_allclose(again, interpolated, rtol=1e-12)
 
 
 def test_tables_start_at_zero():
     assert all((table[...] == 0).all() for table in params(scheme("decomposed")).values())
 
 
-def test_a_scheme_for_another_pattern_has_the_same_parameters():
-    position = trained("rope_mixed+ape", pattern=Window((2, 2)), global_layers=(1,))
+def test_another_pattern_shares_the_parameters():
+    position = trained_scheme("rope_mixed+ape", pattern=Window((2, 2)), global_layers=(1,))
     other = position.with_pattern(Global())
     assert other.stage == stage(global_layers=(1,))
     np.testing.assert_array_equal(other.terms((3, 5)).rotation.freqs.value, position.parts[0].mixed)

@@ -1,4 +1,4 @@
-"""Initial weights: their distributions, and the same numbers wherever they are drawn."""
+"""Initial weights: their distributions, and equal draws in all programs."""
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ INITIALISERS = {
 }
 
 
-def test_numbers_are_a_function_of_the_key():
+def test_draws_are_a_function_of_the_key():
     want = [0.02235244, -0.0277425, -0.00853143, -0.01607174]
     np.testing.assert_allclose(linear_init(jax.random.key(0), (4,), jnp.float32), want, rtol=2e-6)
     assert bool((linear_init(jax.random.key(1), (4,), jnp.float32) != np.float32(want)).all())
 
 
 @pytest.mark.parametrize("name", INITIALISERS)
-def test_they_are_the_same_ones_traced_and_rounded(name):
+def test_draws_are_equal_if_traced_or_rounded(name):
     def make(dtype):
         return INITIALISERS[name](jax.random.key(1), (4, 6), dtype)
 
@@ -48,7 +48,7 @@ def test_they_are_the_same_ones_traced_and_rounded(name):
         ("conv", 1 / (3 * 72), 72**-0.5),
     ],
 )
-def test_spreads_are_torchs(name, variance, most):
+def test_variances_match_torch(name, variance, most):
     drawn = np.asarray(INITIALISERS[name](jax.random.key(2), (3, 3, 8, 400), jnp.float32))
     # 28,800 numbers: one standard deviation of the mean of normal ones is their spread / 170, of
     # their variance 1 part in 120.
@@ -57,7 +57,7 @@ def test_spreads_are_torchs(name, variance, most):
     assert np.abs(drawn).max() <= most
 
 
-def test_rows_are_orthonormal_and_no_direction_is_preferred():
+def test_orthogonal_rows_have_no_preferred_direction():
     rows = np.stack(
         [orthogonal_init(jax.random.key(seed), (3, 5), jnp.float32) for seed in range(400)]
     )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.positions.schemes import CHANNELS, DEPTH, normal, params, scheme, trained
+from tests.positions.schemes import CHANNELS, DEPTH, normal, params, scheme, trained_scheme
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -21,7 +21,7 @@ def test_lape_is_a_chain_of_layer_norms(text, embed_prefix):
     fresh = params(scheme(text))
     np.testing.assert_array_equal(fresh["scale"][...], np.ones_like(fresh["scale"]))
     np.testing.assert_array_equal(fresh["bias"][...], np.zeros_like(fresh["bias"]))
-    position = trained(text, prefix=1, embed_prefix=embed_prefix)
+    position = trained_scheme(text, prefix=1, embed_prefix=embed_prefix)
     start = jnp.asarray(normal(1, embed_prefix + 12, CHANNELS))
     assert position.embed(start, GRID) is start  # nothing joins the tokens themselves
     p = np.asarray(position.inner.table(GRID))
@@ -36,13 +36,13 @@ def test_lape_is_a_chain_of_layer_norms(text, embed_prefix):
         p = (p - mean) / np.sqrt(variance + 1e-6) * scale + bias
         np.testing.assert_allclose(terms.layer(layer).add, p, **EXACT)
     assert terms.rotation is terms.bias is None
-    registers = trained(text, prefix=3, embed_prefix=embed_prefix).terms(GRID).layer(1).add
+    registers = trained_scheme(text, prefix=3, embed_prefix=embed_prefix).terms(GRID).layer(1).add
     np.testing.assert_array_equal(np.delete(registers, (1, 2), axis=0), terms.layer(1).add)
 
 
 @pytest.mark.parametrize("join", ["share", "unshare"])
-def test_embeddings_that_join_the_tokens_before_every_layer(join):
-    position = trained(f"lape(ape,join={join})", prefix=1)
+def test_joined_embeddings_are_added_before_every_layer(join):
+    position = trained_scheme(f"lape(ape,join={join})", prefix=1)
     grid = position.stage.grid
     x = normal(1, 16, CHANNELS)
     tables = [np.asarray(position.inner.table(grid))] * DEPTH

@@ -21,7 +21,7 @@ from tests.positions.schemes import (
     normal,
     scheme,
     tokens,
-    trained,
+    trained_scheme,
 )
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}  # float64; angles reach 100 radians
@@ -30,7 +30,7 @@ WINDOW, NEAR = Window((2, 2), (1, 1)), Neighborhood((3, 3))
 
 
 def exponential(skew):
-    """exp of skew-symmetric matrices [..., b, b]: i times them is Hermitian."""
+    """Computes exp of skew-symmetric matrices [..., b, b]; i times them is Hermitian."""
     values, vectors = np.linalg.eigh(1j * np.asarray(skew))
     return np.real((vectors * np.exp(-1j * values)[..., None, :]) @ vectors.conj().swapaxes(-1, -2))
 
@@ -42,7 +42,7 @@ def upper_to_skew(upper, size):
 
 
 def matrices(position, grid, key=None):
-    """By which each layer turns the vectors of each token and head: images of unit vectors.
+    """The matrices by which each layer turns vectors of tokens and heads: images of unit vectors.
 
     [layer, L, N, D, D].
     """
@@ -68,12 +68,12 @@ def matrices(position, grid, key=None):
 
 
 def block_diagonal(blocks):
-    """Blocks [..., G, b, b] as matrices [..., D, D]; the channels left over do not turn."""
+    """Blocks [..., G, b, b] as matrices [..., D, D]; remaining channels do not turn."""
     *batch, groups, size, _ = blocks.shape
     out = np.broadcast_to(EYE, (*batch, HEAD_DIM, HEAD_DIM)).copy()
     for g in range(groups):
-        own = slice(g * size, (g + 1) * size)
-        out[..., own, own] = blocks[..., g, :, :]
+        part = slice(g * size, (g + 1) * size)
+        out[..., part, part] = blocks[..., g, :, :]
     return out
 
 
@@ -122,7 +122,7 @@ def test_gradient_of_expm():
         )
 
 
-def test_expm_of_what_is_no_number_ends():
+def test_expm_of_nan_terminates():
     assert np.isnan(expm(jnp.full((2, 2), jnp.nan))).any()
     assert not np.isfinite(expm(jnp.asarray([[0, jnp.inf], [-jnp.inf, 0]]))).all()
 
@@ -142,26 +142,26 @@ def test_expm_of_what_is_no_number_ends():
 def test_liere(pattern, block, per_layer, per_head):
     prefix = 2 if pattern == Global() else 0
     text = f"liere(block={block},per_layer={per_layer},per_head={per_head})"
-    position = trained(text, prefix=prefix, pattern=pattern)
+    position = trained_scheme(text, prefix=prefix, pattern=pattern)
     layers, heads, blocks = DEPTH if per_layer else 1, HEADS if per_head else 1, HEAD_DIM // block
     assert position.upper.shape == (layers, heads, 2, blocks, block * (block - 1) // 2)
     generators = upper_to_skew(np.asarray(position.upper[...]), block)
-    of_y, of_x = np.moveaxis(generators[:, None], 3, 0)  # [layer, 1, N, blocks, b, b]
+    per_row, per_column = np.moveaxis(generators[:, None], 3, 0)  # [layer, 1, N, blocks, b, b]
     for grid in (GRID, (5, 2)):
         turned = matrices(position, grid)
         assert_turns(turned[:, :prefix], EYE)
         rows, columns = (np.linspace(0, n / unit, n) for n, unit in zip(grid, GRID, strict=True))
         places = [(rows[y], columns[x]) for y, x in tokens(grid)]
         y, x = np.reshape(places, (-1, 2, 1, 1, 1, 1)).swapaxes(0, 1)
-        assert_turns(turned[:, prefix:], block_diagonal(exponential(y * of_y + x * of_x)))
+        assert_turns(turned[:, prefix:], block_diagonal(exponential(y * per_row + x * per_column)))
 
 
-def test_liere_on_a_map_of_one_patch_turns_nothing():
+def test_liere_keeps_vectors_on_a_map_of_one_patch():
     turned = matrices(scheme("liere", dtype=SINGLE), (1, 1))
     np.testing.assert_array_equal(turned, np.broadcast_to(EYE, turned.shape))
 
 
-def test_liere_starts_anywhere_between_0_and_a_full_turn():
+def test_liere_starts_uniformly_within_a_full_turn():
     upper = np.asarray(scheme("liere", heads=9, dtype=SINGLE).upper[...])
     assert upper.min() >= 0
     assert upper.max() < 2 * math.pi
@@ -176,7 +176,7 @@ def test_liere_starts_anywhere_between_0_and_a_full_turn():
 def test_comrope(pattern, variant, block):
     prefix, grid = (1 if pattern == Global() else 0), (5, 2)
     text = f"comrope(variant={variant},block={block})"
-    position = trained(text, std=0.3, prefix=prefix, pattern=pattern)
+    position = trained_scheme(text, std=0.3, prefix=prefix, pattern=pattern)
     learned = np.asarray(position.blocks[...])
     assert learned.shape == (DEPTH, HEADS, HEAD_DIM // block, block, block)
     skew = learned - learned.swapaxes(-1, -2)
@@ -197,7 +197,7 @@ def test_comrope_starts_with_normal_draws(variant):
 
 
 @pytest.mark.usefixtures("x64")
-def test_comrope_moves_each_patch_within_itself_in_training():
+def test_comrope_perturbs_patches_within_their_area():
     grid, prefix = (20, 30), 2
 
     def draw(text, key):
@@ -230,7 +230,7 @@ def test_comrope_moves_each_patch_within_itself_in_training():
 )
 def test_string(pattern, variant):
     prefix, grid = (1 if pattern == Global() else 0), (5, 2)
-    position = trained(f"string(variant={variant})", std=0.3, prefix=prefix, pattern=pattern)
+    position = trained_scheme(f"string(variant={variant})", std=0.3, prefix=prefix, pattern=pattern)
     places = np.concatenate([np.zeros((prefix, 2)), tokens(grid)])
     learned, turned = np.asarray(position.learned[...]), matrices(position, grid)
     for layer, head in itertools.product(range(DEPTH), range(HEADS)):
@@ -246,9 +246,9 @@ def test_string(pattern, variant):
         else:
             circulant = np.array([scipy.linalg.circulant(row) for row in learned[layer, head]])
             generators = circulant - circulant.swapaxes(1, 2)
-        own = exponential(np.einsum("la,aij->lij", places, generators))
-        # q and k stay in the basis: it is their products that are defined.
-        got, want = (np.einsum("qji,kjl->qkil", x, x) for x in (turned[layer, :, head], own))
+        rotations = exponential(np.einsum("la,aij->lij", places, generators))
+        # q and k stay in the basis, as only their products are defined.
+        got, want = (np.einsum("qji,kjl->qkil", x, x) for x in (turned[layer, :, head], rotations))
         np.testing.assert_allclose(got, want, **EXACT)
 
 
@@ -256,7 +256,7 @@ def test_string(pattern, variant):
     ("variant", "size"),
     [("cayley", (HEAD_DIM * (HEAD_DIM - 1) // 2,)), ("circulant", (2, HEAD_DIM))],
 )
-def test_string_starts_near_the_rope_that_it_is_about(variant, size):
+def test_string_starts_near_plain_rope(variant, size):
     position = scheme(f"string(variant={variant})", heads=12, dtype=SINGLE)
     assert position.learned.shape == (DEPTH, 12, *size)
     assert 0.018 < np.std(position.learned[...]) < 0.022
@@ -269,7 +269,7 @@ def test_spherical_rope(pattern, learnable):
     text = f"spherical_rope(base=50,learnable={learnable})"
     settings = {"prefix": prefix, "pattern": pattern}
     freqs = np.broadcast_to([50 ** (-i / 5) for i in range(5)], (DEPTH, HEADS, 2, 5))
-    position = trained(text, **settings)
+    position = trained_scheme(text, **settings)
     if learnable:
         np.testing.assert_allclose(scheme(text, **settings).freqs[...], freqs, **EXACT)
         freqs = np.asarray(position.freqs[...])
@@ -277,20 +277,20 @@ def test_spherical_rope(pattern, learnable):
     about_rows[2, 1], about_rows[1, 2] = 1, -1
     about_columns[1, 0], about_columns[0, 1] = 1, -1
     y, x = np.array(tokens(grid)).T.reshape(2, -1, 1, 1, 1, 1)
-    of_row, of_column = np.moveaxis(freqs, 2, 0)[:, :, None, ..., None, None]
-    want = exponential(y * of_row * about_rows) @ exponential(x * of_column * about_columns)
+    row_freqs, column_freqs = np.moveaxis(freqs, 2, 0)[:, :, None, ..., None, None]
+    want = exponential(y * row_freqs * about_rows) @ exponential(x * column_freqs * about_columns)
     turned = matrices(position, grid)
     assert_turns(turned[:, :prefix], EYE)
     assert_turns(turned[:, prefix:], block_diagonal(want))
 
 
 @pytest.mark.parametrize("text", ["liere", pytest.param("string", marks=pytest.mark.slow)])
-def test_bfloat16_vectors_are_turned_in_float32_and_rounded_once(text):
-    terms = trained(text, std=0.3, dtype=SINGLE).terms(GRID)
+def test_bfloat16_vectors_are_rounded_once(text):
+    terms = trained_scheme(text, std=0.3, dtype=SINGLE).terms(GRID)
     assert all(leaf.dtype == SINGLE for leaf in jax.tree.leaves(terms))
     turn = jax.jit(lambda *qkv: terms.layer(1).transform(*qkv, lambda *qkv: jnp.stack(qkv)))
     x = jnp.asarray(normal(2, 15, HEADS, HEAD_DIM), jnp.bfloat16)
-    turned, precise = turn(x, -x, x), turn(*[one.astype(jnp.float32) for one in (x, -x, x)])
+    turned, precise = turn(x, -x, x), turn(*[vectors.astype(jnp.float32) for vectors in (x, -x, x)])
     assert turned.dtype == jnp.bfloat16
     assert precise.dtype == jnp.float32
     np.testing.assert_array_equal(turned, precise.astype(jnp.bfloat16))

@@ -1,8 +1,8 @@
 """Every scheme in every attention pattern, against dense attention by definition, in float64.
 
-The dense attention has all pairs of tokens. Which of them a pattern allows, and which entry of a
-bias table a pair has, is counted out here; rotations and transforms are those of the scheme in
-global attention, on the whole map.
+The dense attention has all pairs of tokens. This module determines which of them a pattern allows,
+and their entries in a bias table; rotations and transforms are those of the scheme in global
+attention, on the whole map.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from rope_jax.models.attention import SelfAttention
 from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax_kernels import Global, Neighborhood, Window
-from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, scheme, turned
+from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, rotate_by_definition, scheme
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -43,8 +43,8 @@ FAST = [
 ]
 
 
-def different(text, pattern):
-    """A scheme with other parameters than those of initialisation, the same in any pattern."""
+def make_different(text, pattern):
+    """A scheme with random parameters, equal in all patterns."""
     position = scheme(text, depth=2, grid=GRID, pattern=pattern)
     for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
         rng = np.random.default_rng(zlib.crc32(repr(path).encode()))
@@ -52,8 +52,8 @@ def different(text, pattern):
     return position
 
 
-def of_axis(pattern, n, axis):
-    """Along one axis: whether [query, key] is allowed, and its index in a bias table."""
+def axis_pairs(pattern, n, axis):
+    """The allowed pairs [query, key] of one axis, and their indices in a bias table."""
     q, k = np.arange(n)[:, None], np.arange(n)
     if isinstance(pattern, Global):
         return np.full((n, n), True), q - k + n - 1
@@ -74,15 +74,15 @@ def of_axis(pattern, n, axis):
 
 
 def mask_and_bias(pattern, table):
-    """[L, L] of minus infinity where a pair is not allowed; and the biases of all pairs."""
-    (rows, y), (columns, x) = (of_axis(pattern, n, axis) for axis, n in enumerate(GRID))
+    """A mask [L, L], minus infinity for pairs that are not allowed, and the biases of all pairs."""
+    (rows, y), (columns, x) = (axis_pairs(pattern, n, axis) for axis, n in enumerate(GRID))
     length = GRID[0] * GRID[1]
-    pairs = lambda of_rows, of_columns: (
+    pairs = lambda row_array, column_array: (
         np.broadcast_to(array, (GRID[0], GRID[1], GRID[0], GRID[1])).reshape(length, length)
-        for array in (of_rows[:, None, :, None], of_columns[None, :, None, :])
+        for array in (row_array[:, None, :, None], column_array[None, :, None, :])
     )
-    of_row, of_column = pairs(rows, columns)
-    allowed = of_row & of_column
+    row_allowed, column_allowed = pairs(rows, columns)
+    allowed = row_allowed & column_allowed
     assert allowed.any(axis=1).all()
     mask = np.where(allowed, 0.0, -np.inf)
     if table is None or table.shape[-2:] == (length, length):
@@ -103,7 +103,7 @@ def dense(attention, tokens, terms, mask, bias):
     xp = np if terms.transform is None else jnp  # a transform may be vectorised over examples
 
     def attend(q, k, v, added=0.0):
-        q, k = turned(q, terms.rotation), turned(k, terms.rotation)
+        q, k = rotate_by_definition(q, terms.rotation), rotate_by_definition(k, terms.rotation)
         logits = xp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5 + bias + added + mask
         weights = xp.exp(logits - logits.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -120,33 +120,35 @@ def dense(attention, tokens, terms, mask, bias):
     ("name", "pattern"),
     [pair if pair in FAST else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS],
 )
-def test_a_scheme_in_a_pattern_is_dense_attention_of_allowed_pairs(name, pattern, rope_log):
+def test_patterns_equal_masked_dense_attention(name, pattern, rope_log):
     text, pattern = TEXTS.get(name, name), PATTERNS[pattern]
     plain = dataclasses.replace(pattern, shift=(0, 0)) if isinstance(pattern, Window) else pattern
     try:
-        position = different(text, plain)
+        position = make_different(text, plain)
     except ValueError:
-        # Biases that depend on queries are not for windows (those of ViTs: test_decomposed).
+        # Biases that depend on queries do not support windows (those of ViTs: test_decomposed).
         assert name in ("irpe", "decomposed")
         assert not isinstance(pattern, Global)
         return
-    on_map = different(text, Global())
+    on_map = make_different(text, Global())
     rng = np.random.default_rng(1)
     dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
     attention = SelfAttention(CHANNELS, HEADS, rngs=nnx.Rngs(0), dtypes=dtypes)
     for layer in (attention.qkv, attention.proj):
         layer.kernel.set_value(jnp.asarray(0.3 * rng.standard_normal(layer.kernel.shape)))
     tokens = rng.standard_normal((2, GRID[0] * GRID[1], CHANNELS))
-    ours = jax.jit(lambda tokens, terms: attention(tokens, GRID, pattern, terms))
-    of_pattern, of_map = position.terms(GRID), on_map.terms(GRID)
+    attend = jax.jit(lambda tokens, terms: attention(tokens, GRID, pattern, terms))
+    pattern_terms, map_terms = position.terms(GRID), on_map.terms(GRID)
     for layer in range(2):
-        terms = of_pattern.layer(layer)
-        theirs = dense(attention, tokens, of_map.layer(layer), *mask_and_bias(pattern, terms.bias))
-        assert theirs.std() > 1
-        np.testing.assert_allclose(ours(jnp.asarray(tokens), terms), theirs, rtol=0, atol=1e-10)
+        terms = pattern_terms.layer(layer)
+        expected = dense(
+            attention, tokens, map_terms.layer(layer), *mask_and_bias(pattern, terms.bias)
+        )
+        assert expected.std() > 1
+        np.testing.assert_allclose(attend(jnp.asarray(tokens), terms), expected, rtol=0, atol=1e-10)
 
 
-def test_two_schemes_that_wrap_attention_are_refused_in_windows(rope_log):
+def test_windows_refuse_two_schemes_that_wrap_attention(rope_log):
     scheme(f"{rope_log}+lpe", grid=GRID).terms(GRID)
     with pytest.raises(ValueError, match="several schemes that wrap attention"):
         scheme(f"{rope_log}+lpe", grid=GRID, pattern=Window((3, 3)))
@@ -155,7 +157,7 @@ def test_two_schemes_that_wrap_attention_are_refused_in_windows(rope_log):
 
 
 def test_uneven_coordinates_must_be_declared_in_windows(rope_log, monkeypatch):
-    """On one window, which is the map, and in other patterns, they are what they are."""
+    """A single window, which is the map, and other patterns need no declaration."""
     monkeypatch.setattr(SCHEMES[rope_log], "relative", True)
     for pattern in (Global(), Neighborhood((3, 3)), Window(GRID)):
         scheme(rope_log, grid=GRID, pattern=pattern).terms(GRID)

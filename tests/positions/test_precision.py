@@ -8,7 +8,7 @@ from flax import nnx
 
 from rope_jax.models.attention import SelfAttention, _spread
 from rope_jax_kernels import Global
-from tests.positions.schemes import ALL, trained
+from tests.positions.schemes import ALL, trained_scheme
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -16,11 +16,11 @@ GRID, HEADS, WIDTH = (6, 7), 2, 32
 SETTINGS = {"depth": 1, "heads": HEADS, "grid": GRID, "prefix": 1, "embed_prefix": 1}
 
 
-def of_dtype(text, dtype):
-    return trained(text, dtype=np.dtype(dtype), **SETTINGS)
+def typed_scheme(text, dtype):
+    return trained_scheme(text, dtype=np.dtype(dtype), **SETTINGS)
 
 
-def layer_of(dtype, param_dtype):
+def make_layer(dtype, param_dtype):
     layer = SelfAttention(
         WIDTH, HEADS, rngs=nnx.Rngs(0), dtypes={"dtype": dtype, "param_dtype": param_dtype}
     )
@@ -33,18 +33,18 @@ def layer_of(dtype, param_dtype):
 
 
 def output(position, dtype, tokens):
-    """The layer as models have it."""
-    layer = layer_of(jnp.dtype(dtype), position.stage.dtype)
+    """The output of the layer of a model."""
+    layer = make_layer(jnp.dtype(dtype), position.stage.dtype)
     return layer(tokens.astype(dtype), GRID, Global(), position.terms(GRID).layer(0))
 
 
 def plain(position, tokens):
-    """The same formulas with every number in bfloat16: angles, biases, logits and weights."""
-    layer = layer_of(jnp.dtype(jnp.bfloat16), position.stage.dtype)
+    """Computes the formulas with all numbers in bfloat16: angles, biases, logits and weights."""
+    layer = make_layer(jnp.dtype(jnp.bfloat16), position.stage.dtype)
     terms = jax.tree.map(lambda x: x.astype(jnp.bfloat16), position.terms(GRID).layer(0))
-    own = 0 if terms.bias is None else _spread(terms.bias, GRID, 1)
+    bias_of_pairs = 0 if terms.bias is None else _spread(terms.bias, GRID, 1)
 
-    def turned(x):
+    def rotate(x):
         if terms.rotation is None:
             return x
         theta = jnp.einsum("la,nar->lnr", terms.rotation.coords, terms.rotation.freqs)
@@ -59,7 +59,9 @@ def plain(position, tokens):
 
     def attend(q, k, v, bias=0):
         logits = (
-            jnp.einsum("blnd,bmnd->bnlm", turned(q), turned(k)) / q.shape[-1] ** 0.5 + own + bias
+            jnp.einsum("blnd,bmnd->bnlm", rotate(q), rotate(k)) / q.shape[-1] ** 0.5
+            + bias_of_pairs
+            + bias
         )
         weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
         return jnp.einsum("bnlm,bmnd->blnd", weights / weights.sum(axis=-1, keepdims=True), v)
@@ -71,7 +73,7 @@ def plain(position, tokens):
     return layer.proj(out.reshape(x.shape))
 
 
-# Embeddings and convolutions between layers are no part of a layer of attention.
+# Embeddings and convolutions between layers are not part of an attention layer.
 NO_PART = ("+", "interleaved", "ape", "sincos", "gpe", "peg", "none")
 FAST = ("rpb(prefix=True)", "lpe")
 TEXTS = [
@@ -83,17 +85,17 @@ TEXTS = [
     "text",
     [text if text in FAST else pytest.param(text, marks=pytest.mark.slow) for text in TEXTS],
 )
-def test_bfloat16_loses_no_more_than_plain_bfloat16(text):
+def test_bfloat16_is_at_least_as_exact_as_plain_bfloat16(text):
     tokens = jnp.asarray(
         np.random.default_rng(2).standard_normal((4, 1 + GRID[0] * GRID[1], WIDTH)), jnp.bfloat16
     )
-    exact = np.asarray(output(of_dtype(text, np.float64), jnp.float64, tokens))
-    position = of_dtype(text, np.float32)
-    ours, rough = (
+    exact = np.asarray(output(typed_scheme(text, np.float64), jnp.float64, tokens))
+    position = typed_scheme(text, np.float32)
+    result, rough = (
         np.asarray(out, np.float64)
         for out in (output(position, jnp.bfloat16, tokens), plain(position, tokens))
     )
     error = lambda x: np.sqrt(np.mean((x - exact) ** 2))
-    assert 0 < error(ours) <= error(rough)
+    assert 0 < error(result) <= error(rough)
     # Four roundings in a row, of half a unit in the last place, 2**-8, each.
-    assert error(ours) < 2**-6 * exact.std()
+    assert error(result) < 2**-6 * exact.std()

@@ -16,7 +16,7 @@ def scheme(text, **changes):
 
 
 TABLES = ["ape", "rpb", "rpb(key_norm=True)", "lape(ape,join=unshare)", "gpe+lpe"]
-# `liere` and `cpb` keep the scale of the map of creation, rotations know no map.
+# `liere` and `cpb` keep the scale of the map of creation; rotations do not depend on a map.
 OTHERS = [
     text
     for text in ALL
@@ -29,7 +29,7 @@ OTHERS = [
 @pytest.mark.parametrize(
     "text", [*TABLES, *(pytest.param(text, marks=pytest.mark.slow) for text in OTHERS)]
 )
-def test_resizing_to_a_map_and_calling_there_are_the_same(text):
+def test_calling_on_another_map_equals_resizing(text):
     grid = (6, 3)
     position = scheme(text, prefix=1, embed_prefix=1)
     tokens = jnp.asarray(normal(2, 19, CHANNELS), jnp.float32)
@@ -46,25 +46,25 @@ def shapes(position):
     return [leaf.shape for leaf in jax.tree.leaves(nnx.state(position, nnx.Param))]
 
 
-def test_resizing_changes_the_tables_themselves():
+def test_resizing_changes_the_tables():
     position = scheme("lape(ape)+rpb+rope_mixed", grid=(4, 5), prefix=1, embed_prefix=1)
     before = shapes(position)
     position.resize((4, 5))
     assert shapes(position) == before
     position.resize((2, 3))
     changed = {old: new for old, new in zip(before, shapes(position), strict=True) if old != new}
-    # The embedding and the bias; frequencies know no map.
+    # The embedding and the bias; frequencies do not depend on the map.
     assert changed == {(21, 48): (7, 48), (2, 3, 7, 9): (2, 3, 3, 5)}
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_no_parameter_of_a_scheme_is_decayed_but_those_of_irpe(text):
+def test_only_parameters_of_irpe_are_decayed(text):
     position = nnx.eval_shape(lambda: scheme(text, prefix=1))
     decayed = [param.shape for param in params(position).values() if param.get_metadata()["decay"]]
     assert decayed == ([(2, 16, 50)] if "irpe" in text else [])  # its authors decay it
 
 
-def test_the_bias_that_lape_is_compared_with_starts_with_zeros_and_is_decayed():
+def test_the_baseline_bias_of_lape_starts_at_zero_and_is_decayed():
     position = scheme("rpb(std=0,decay=True,key_norm=True)", prefix=1)
     assert not position.offsets[...].any()
     decay = {name: param.get_metadata()["decay"] for name, param in params(position).items()}
@@ -96,16 +96,16 @@ def test_embeddings_and_biases_of_a_sum_add_up():
     parts = [part.terms((4, 5)).layer(1).bias for part in biases.parts]
     assert not np.array_equal(*parts)
     np.testing.assert_array_equal(biases.terms((4, 5)).layer(1).bias, parts[0] + parts[1])
-    one, two = (scheme(text).terms((4, 5)) for text in ("alibi2d", "alibi2d+alibi2d"))
+    single, double = (scheme(text).terms((4, 5)) for text in ("alibi2d", "alibi2d+alibi2d"))
     np.testing.assert_array_equal(
-        two.bias, 2 * one.bias
+        double.bias, 2 * single.bias
     )  # all layers share it, as they do each part
-    assert two.per_layer() == []
+    assert double.per_layer() == []
 
 
 @pytest.mark.parametrize(
     "text", ["rope2d+axial_rope", "rope_mixed+ape+rope1d", "lape(ape)+lape(sincos1d)"]
 )
-def test_what_can_be_there_only_once_is_refused_twice(text):
+def test_sums_refuse_conflicting_parts(text):
     with pytest.raises(ValueError, match="at most one of a sum may do so: remove the others"):
         scheme(text)

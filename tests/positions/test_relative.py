@@ -20,13 +20,13 @@ from tests.positions.schemes import (
     params,
     scheme,
     tokens,
-    trained,
+    trained_scheme,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def weights_of(terms, grid, prefix):
+def content_free_weights(terms, grid, prefix):
     """Weights [L, L] of attention with no content, in one head."""
     length = prefix + grid[0] * grid[1]
     dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
@@ -46,9 +46,9 @@ def softmax(logits):
 
 
 @pytest.mark.parametrize("pattern", [Global(), Window((3, 4), (1, 2))])
-def test_rpb_of_a_whole_map_and_of_windows(pattern):
+def test_rpb_on_the_map_and_in_windows(pattern):
     (h, w), grid = (3, 4), (3, 4) if pattern == Global() else (9, 8)
-    position = trained("rpb", grid=grid, pattern=pattern)
+    position = trained_scheme("rpb", grid=grid, pattern=pattern)
     offsets = np.asarray(position.offsets[...])
     assert offsets.shape == (DEPTH, HEADS, 2 * h - 1, 2 * w - 1)
     sign = -1 if pattern == Global() else 1  # key minus query, or query minus key
@@ -61,8 +61,8 @@ def test_rpb_of_a_whole_map_and_of_windows(pattern):
             np.testing.assert_array_equal(bias[:, (y + h - 1) * (2 * w - 1) + x + w - 1], want)
 
 
-def test_rpb_of_neighbourhoods_is_the_table_on_every_map():
-    position = trained("rpb", grid=(9, 8), pattern=Neighborhood((3, 5), (2, 1)))
+def test_rpb_of_neighbourhoods_is_the_table_of_every_map():
+    position = trained_scheme("rpb", grid=(9, 8), pattern=Neighborhood((3, 5), (2, 1)))
     assert position.offsets.shape == (DEPTH, HEADS, 5, 9)
     for grid, layer in itertools.product([(9, 8), (14, 5)], range(DEPTH)):
         np.testing.assert_array_equal(
@@ -78,7 +78,7 @@ def test_rpb_of_neighbourhoods_is_the_table_on_every_map():
 def test_rpb_on_another_map(grow, shrink, windows):
     pattern = Window((5, 4)) if windows else Global()
     text = f"rpb(grow={grow},shrink={shrink})"
-    position = trained(text, grid=(3, 4), pattern=pattern)
+    position = trained_scheme(text, grid=(3, 4), pattern=pattern)
     assert position.shrink == shrink
     want = resample(resample(position.offsets[...], (9, 7), grow), (9, 3), shrink)[1]
     bias = np.asarray(position.terms((5, 2)).layer(1).bias).reshape(HEADS, 9, 3)
@@ -86,17 +86,17 @@ def test_rpb_on_another_map(grow, shrink, windows):
 
 
 def test_a_rule_for_smaller_maps_can_be_set():
-    position = trained("rpb")
+    position = trained_scheme("rpb")
     position.shrink = "crop"
-    same = trained("rpb(shrink=crop)").terms((2, 3)).layer(0).bias
-    np.testing.assert_array_equal(position.terms((2, 3)).layer(0).bias, same)
+    cropped = trained_scheme("rpb(shrink=crop)").terms((2, 3)).layer(0).bias
+    np.testing.assert_array_equal(position.terms((2, 3)).layer(0).bias, cropped)
     assert scheme("alibi2d").shrink is None
 
 
 def test_prefix_tokens_have_three_biases():
     grid, prefix = (2, 3), 2
     settings = {"heads": 1, "grid": grid, "prefix": prefix}
-    position = trained("rpb(prefix=True)", **settings)
+    position = trained_scheme("rpb(prefix=True)", **settings)
     offsets, three = (np.asarray(x[1]) for x in (position.offsets, position.prefix_offsets))
     want = np.zeros((8, 8))
     for (i, q), (j, k) in itertools.product(enumerate([None, None, *tokens(grid)]), repeat=2):
@@ -105,9 +105,9 @@ def test_prefix_tokens_have_three_biases():
             want[i, j] = three[0, 2 if q is k else 0 if q is None else 1]
         else:
             want[i, j] = offsets[0, k[0] - q[0] + 1, k[1] - q[1] + 2]
-    got = weights_of(position.terms(grid).layer(1), grid, prefix)
+    got = content_free_weights(position.terms(grid).layer(1), grid, prefix)
     np.testing.assert_allclose(got, softmax(want), **EXACT)
-    # A sum with a bias without such entries keeps them.
+    # A sum with a bias that lacks such entries keeps them.
     summed = scheme("rpb(prefix=True)+alibi2d", **settings)
     entries = summed.terms(grid).layer(0).bias
     np.testing.assert_array_equal(entries[:, -3:], summed.parts[0].prefix_offsets[0])
@@ -120,7 +120,7 @@ def test_biases_through_a_norm_over_the_keys():
     fresh = scheme("rpb(key_norm=True)", **settings)
     np.testing.assert_array_equal(fresh.key_scale[...], np.ones((DEPTH, *grid)))
     np.testing.assert_array_equal(fresh.key_bias[...], np.zeros((DEPTH, *grid)))
-    position = trained("rpb(key_norm=True)", **settings)
+    position = trained_scheme("rpb(key_norm=True)", **settings)
     names = ("offsets", "key_scale", "key_bias")
     offsets, scale, shift = (np.asarray(params(position)[name][1]) for name in names)
     want = np.zeros((prefix + 12, prefix + 12))
@@ -128,7 +128,7 @@ def test_biases_through_a_norm_over_the_keys():
         row = np.array([offsets[0, k[0] - q[0] + 2, k[1] - q[1] + 3] for k in tokens(grid)])
         row = (row - row.mean()) / np.sqrt(row.var() + 1e-5)
         want[prefix + i, prefix:] = row * scale.ravel() + shift.ravel()
-    got = weights_of(position.terms(grid).layer(1), grid, prefix)
+    got = content_free_weights(position.terms(grid).layer(1), grid, prefix)
     np.testing.assert_allclose(got, softmax(want), **EXACT)
 
 
@@ -137,7 +137,7 @@ def test_biases_through_a_norm_over_the_keys():
 
 @pytest.mark.parametrize(("grid", "prefix"), [((3, 4), 0), ((5, 2), 1)])
 def test_cpb(grid, prefix):
-    position = trained("cpb(hidden=6)", grid=(3, 4), prefix=prefix)
+    position = trained_scheme("cpb(hidden=6)", grid=(3, 4), prefix=prefix)
     names = ("kernel1", "bias1", "kernel2")
     kernel1, bias1, kernel2 = (np.asarray(params(position)[name][...]) for name in names)
     rows, columns = 2 * grid[0] - 1, 2 * grid[1] - 1
@@ -157,15 +157,15 @@ def test_cpb(grid, prefix):
     np.testing.assert_array_equal(position.terms((5, 6)).layer(0).bias, before)
 
 
-def test_cpb_of_a_window_is_that_of_a_map_of_its_size_and_neighbourhoods_count_the_other_way():
+def test_cpb_in_windows_and_neighbourhoods():
     def bias(grid, pattern):
-        position = trained("cpb(hidden=6)", grid=grid, pattern=pattern)
+        position = trained_scheme("cpb(hidden=6)", grid=grid, pattern=pattern)
         return np.asarray(position.terms(grid).layer(1).bias)
 
-    whole = bias((3, 3), Global())
-    np.testing.assert_array_equal(bias((9, 8), Window((3, 3))), whole)
+    of_map = bias((3, 3), Global())
+    np.testing.assert_array_equal(bias((9, 8), Window((3, 3))), of_map)
     near = bias((9, 8), Neighborhood((3, 3)))
-    np.testing.assert_array_equal(near[:, ::-1, ::-1].reshape(HEADS, -1), whole)
+    np.testing.assert_array_equal(near[:, ::-1, ::-1].reshape(HEADS, -1), of_map)
 
 
 # alibi2d
@@ -191,7 +191,7 @@ def test_alibi2d(heads, grid):
 
 
 def bucket(r, alpha=1.9, beta=3.8, gamma=15.2):
-    """iRPE's equation 18, and the conversion to a whole number in its code."""
+    """Equation 18 of iRPE, and the conversion to a whole number in its code."""
     if abs(r) <= alpha:
         return r
     steps = math.log(abs(r) / alpha) / math.log(gamma / alpha)
@@ -208,29 +208,29 @@ def test_buckets_of_irpe():
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_irpe(prefix):
     grid = (6, 5)
-    position = trained("irpe", prefix=prefix)
+    position = trained_scheme("irpe", prefix=prefix)
     assert position.vectors.shape == (DEPTH, HEAD_DIM, 49 + (prefix > 0))
     where = [None] * prefix + tokens(grid)
     q, k, v = normal(3, 2, len(where), HEADS, HEAD_DIM)
-    own = normal(HEADS, len(where), len(where))
+    extra_bias = normal(HEADS, len(where), len(where))
 
     def attend(q, k, v, bias=None):
-        return attention(q, k, v, pattern=Global(), bias=jnp.asarray(own) + bias)
+        return attention(q, k, v, pattern=Global(), bias=jnp.asarray(extra_bias) + bias)
 
     transform = position.terms(grid).layer(1).transform
     got = transform(*map(jnp.asarray, (q, k, v)), attend)
     vectors = np.asarray(position.vectors[1])
 
-    def index(one, other):
-        if one is None or other is None:
+    def index(query, key):
+        if query is None or key is None:
             return 49
-        return 7 * (bucket(one[0] - other[0]) + 3) + bucket(one[1] - other[1]) + 3
+        return 7 * (bucket(query[0] - key[0]) + 3) + bucket(query[1] - key[1]) + 3
 
-    picked = vectors[:, [[index(one, other) for other in where] for one in where]]
+    picked = vectors[:, [[index(query, key) for key in where] for query in where]]
     logits = np.einsum("blnd,bmnd->bnlm", q, k) + np.einsum("blnd,dlm->bnlm", q, picked)
-    want = np.einsum("bnlm,bmnd->blnd", softmax(logits / math.sqrt(HEAD_DIM) + own), v)
+    want = np.einsum("bnlm,bmnd->blnd", softmax(logits / math.sqrt(HEAD_DIM) + extra_bias), v)
     np.testing.assert_allclose(got, want, **EXACT)
 
 
-def test_irpe_starts_as_if_it_were_not_there():
+def test_irpe_starts_at_zero():
     assert not scheme("irpe").vectors[...].any()

@@ -22,7 +22,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize(("rule", "name"), GOLDEN)
-def test_matrices_are_torchs(rule, name):
+def test_matrices_match_torch(rule, name):
     before, after = map(int, name.split("_")[2].split("to"))
     golden = GOLDEN[rule, name]
     want = np.reshape(golden["v"], golden["shape"])  # float32, printed with seven decimals
@@ -30,14 +30,14 @@ def test_matrices_are_torchs(rule, name):
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 7), (7, 3), (4, 4), (1, 3)])
-def test_bilinear_is_its_definition(before, after):
+def test_bilinear_matches_its_definition(before, after):
     want = np.zeros((after, before))
     for i in range(after):
-        # torch clamps the place, we the taps: the same
+        # torch clamps the place, we clamp the taps, which is equivalent
         place = min(max((i + 0.5) * before / after - 0.5, 0), before - 1)
-        left = int(place)
-        want[i, left] += 1 - (place - left)
-        want[i, min(left + 1, before - 1)] += place - left
+        below = int(place)
+        want[i, below] += 1 - (place - below)
+        want[i, min(below + 1, before - 1)] += place - below
     np.testing.assert_allclose(MATRICES["bilinear"](before, after), want, rtol=0, atol=1e-14)
 
 
@@ -53,8 +53,8 @@ def test_both_axes_are_resampled(rule):
     maps = np.random.default_rng(0).standard_normal((2, 3, 4))
     want = MATRICES[rule](3, 5) @ maps @ MATRICES[rule](4, 2).T
     np.testing.assert_allclose(resample(jnp.asarray(maps), (5, 2), rule), want, rtol=0, atol=1e-14)
-    same = jnp.asarray(maps)
-    assert resample(same, (3, 4), rule) is same
+    unchanged = jnp.asarray(maps)
+    assert resample(unchanged, (3, 4), rule) is unchanged
 
 
 @pytest.mark.parametrize("rule", ["pad", "crop"])

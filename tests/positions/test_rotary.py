@@ -23,7 +23,7 @@ from tests.positions.schemes import (
     normal,
     scheme,
     tokens,
-    trained,
+    trained_scheme,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 PAIRS = HEAD_DIM // 2
 
 
-def rotation_of(text, on=GRID, **changes):
+def first_rotation(text, on=GRID, **changes):
     return scheme(text, **changes).terms(on).layer(0).rotation
 
 
@@ -41,7 +41,7 @@ def angles(rotation):
 
 
 # Definitions: the angle of a pair r of a head n at a token (y, x). A head has R pairs; heads that
-# share their frequencies are one.
+# share their frequencies count as one.
 
 
 def rope1d(n, y, x, r, grid, *, base=10000, R=PAIRS):
@@ -92,8 +92,8 @@ def axial_rope(
     return place[axis_order[axis]] * ladder(generator, step * heads + n, heads * R // 2)
 
 
-def rescaled(n, y, x, r, grid, *, side, base=10000, R=PAIRS):
-    """EVA-02's."""
+def eva02(n, y, x, r, grid, *, side, base=10000, R=PAIRS):
+    """The angle of EVA-02."""
     axis, step = divmod(r, R // 2)
     return (y, x)[axis] / grid[axis] * side * base ** (-step / (R // 2))
 
@@ -151,8 +151,8 @@ CASES = {
         axial_rope,
         {"separate": True, "coords": endpoints},
     ),
-    "eva02": (rescaled, {"side": 16}),
-    "eva02(base=100,reference=14,k_rope=2)": (rescaled, {"side": 14, "base": 100, "R": 4}),
+    "eva02": (eva02, {"side": 16}),
+    "eva02(base=100,reference=14,k_rope=2)": (eva02, {"side": 14, "base": 100, "R": 4}),
     "as2drope": (as2drope, {}),
     "as2drope(base=100,anchor=4)": (as2drope, {"base": 100, "anchor": 4}),
     "dinov3": (dinov3, {}),
@@ -209,7 +209,7 @@ def test_angles(text):
     ],
 )
 def test_defaults(short, full):
-    short, full = rotation_of(short), rotation_of(full)
+    short, full = first_rotation(short), first_rotation(full)
     assert short.pairing == full.pairing == "half"
     np.testing.assert_array_equal(angles(short), angles(full))
 
@@ -218,7 +218,7 @@ def test_defaults(short, full):
 
 
 @pytest.mark.parametrize(("base", "k_rope"), [(10, 1), (100, 2)])
-def test_rope_mixed_starts_as_a_turned_ladder(base, k_rope):
+def test_rope_mixed_starts_as_a_rotated_ladder(base, k_rope):
     mixed = np.asarray(scheme(f"rope_mixed(base={base},k_rope={k_rope})").mixed[...])
     pairs = PAIRS // k_rope
     assert mixed.shape == (DEPTH, HEADS, 2, pairs)
@@ -230,7 +230,7 @@ def test_rope_mixed_starts_as_a_turned_ladder(base, k_rope):
     np.testing.assert_allclose(freqs, want, **EXACT)
 
 
-def test_rope_mixed_starts_at_angles_all_round_the_circle():
+def test_rope_mixed_starts_at_uniform_angles():
     first = np.asarray(scheme("rope_mixed", depth=12, heads=16, head_dim=8).mixed[...])[..., 0]
     turns = np.arctan2(first[:, :, 0], first[:, :, 1])
     assert np.diff(np.sort(turns.ravel())).min() > 1e-8, "one angle for each head and layer"
@@ -238,8 +238,8 @@ def test_rope_mixed_starts_at_angles_all_round_the_circle():
     assert set(np.floor(turns.ravel() / (math.pi / 4))) == set(range(-4, 4))
 
 
-def test_rope_mixed_turns_by_both_axes_with_the_frequencies_of_each_layer():
-    position = trained("rope_mixed")
+def test_rope_mixed_rotates_by_both_axes_in_each_layer():
+    position = trained_scheme("rope_mixed")
     for layer, freqs in enumerate(np.asarray(position.mixed[...])):
         want = [[y * f[0] + x * f[1] for y, x in tokens((4, 2))] for f in freqs]
         got = angles(position.terms((4, 2)).layer(layer).rotation)
@@ -247,12 +247,12 @@ def test_rope_mixed_turns_by_both_axes_with_the_frequencies_of_each_layer():
 
 
 @pytest.mark.parametrize("k_rope", [1, 2])
-def test_axial_rope_v1_starts_between_pi_and_5_pi_and_learns_each_axis(k_rope):
+def test_axial_rope_v1_starts_from_pi_to_5_pi_on_each_axis(k_rope):
     text, count, grid = f"axial_rope_v1(k_rope={k_rope})", PAIRS // (2 * k_rope), (5, 2)
     start = [math.pi * 5 ** (i / (count - 1)) for i in range(count)]
     want = np.broadcast_to(start, (DEPTH, HEADS, 2, count))
     np.testing.assert_allclose(np.exp(scheme(text).log_freqs[...]), want, **EXACT)
-    position = trained(text)
+    position = trained_scheme(text)
     for layer, freqs in enumerate(np.exp(position.log_freqs[...])):
         want = [
             [[*(centres(y, 5, 5) * rows), *(centres(x, 2, 5) * columns)] for y, x in tokens(grid)]
@@ -268,11 +268,11 @@ def test_axial_rope_v1_starts_between_pi_and_5_pi_and_learns_each_axis(k_rope):
 @pytest.mark.parametrize("prefix", [1, 3])
 def test_prefix_tokens_of_as2drope_count_backwards(prefix):
     for grid in GRIDS:
-        first = angles(rotation_of("as2drope", grid, prefix=prefix))[0, :prefix]
+        first = angles(first_rotation("as2drope", grid, prefix=prefix))[0, :prefix]
         places = [divmod(index, grid[1]) for index in range(-prefix, 0)]
         want = [[as2drope(0, y, x, r, grid) for r in range(PAIRS)] for y, x in places]
         np.testing.assert_allclose(first, want, **EXACT)
-    coords = rotation_of("as2drope", (14, 14), grid=(14, 14), prefix=1).coords
+    coords = first_rotation("as2drope", (14, 14), grid=(14, 14), prefix=1).coords
     np.testing.assert_allclose(coords[:2], [(-1, 13), (0, 0)], **EXACT)
 
 
@@ -291,56 +291,56 @@ ROTARY = [
 
 @pytest.mark.parametrize("text", ROTARY)
 def test_prefix_tokens_are_at_the_origin(text):
-    """There `rotate` leaves them alone bit for bit, as the kernels' tests show."""
-    coords = np.asarray(rotation_of(text, (4, 5), prefix=2).coords)
+    """There `rotate` keeps them bit for bit, as the kernels' tests show."""
+    coords = np.asarray(first_rotation(text, (4, 5), prefix=2).coords)
     np.testing.assert_array_equal(coords[:2], 0)
-    np.testing.assert_array_equal(coords[2:], rotation_of(text, (4, 5)).coords)
+    np.testing.assert_array_equal(coords[2:], first_rotation(text, (4, 5)).coords)
 
 
 @pytest.mark.parametrize("text", ROTARY)
-def test_one_window_stands_for_all_of_a_map(text):
-    """Its differences of coordinates are those of a window anywhere on the map, shifted or not."""
+def test_one_window_represents_all_windows(text):
+    """Differences of its coordinates are those of any window on the map, shifted or not."""
     grid, h, w = (6, 8), 3, 4
-    whole = rotation_of(text, grid)
+    of_map = first_rotation(text, grid)
     for shift in ((0, 0), (1, 2)):
-        local = rotation_of(text, grid, pattern=Window((h, w), shift))
-        np.testing.assert_array_equal(local.freqs, whole.freqs)
+        local = first_rotation(text, grid, pattern=Window((h, w), shift))
+        np.testing.assert_array_equal(local.freqs, of_map.freqs)
         for top, left in tokens((grid[0] - h + 1, grid[1] - w + 1)):
             inside = [(top + i) * grid[1] + left + j for i, j in tokens((h, w))]
-            moved = whole.coords[np.array(inside)] - local.coords
+            moved = of_map.coords[np.array(inside)] - local.coords
             np.testing.assert_allclose(moved, np.broadcast_to(moved[0], moved.shape), **EXACT)
 
 
 @pytest.mark.parametrize("text", ROTARY)
-def test_windows_larger_than_the_map_are_the_map_and_neighbourhoods_have_all_of_it(text):
-    whole = rotation_of(text, (3, 5))
+def test_large_windows_and_neighbourhoods_use_the_map(text):
+    of_map = first_rotation(text, (3, 5))
     for pattern in (Window((7, 7), (3, 3)), Neighborhood((3, 3))):
-        rotation = rotation_of(text, (3, 5), pattern=pattern)
-        np.testing.assert_array_equal(rotation.coords, whole.coords)
-        np.testing.assert_array_equal(rotation.freqs, whole.freqs)
+        rotation = first_rotation(text, (3, 5), pattern=pattern)
+        np.testing.assert_array_equal(rotation.coords, of_map.coords)
+        np.testing.assert_array_equal(rotation.freqs, of_map.freqs)
 
 
 @pytest.mark.parametrize("text", ROTARY)
-def test_float32_has_coordinates_and_frequencies_of_float32(text):
-    rotation = rotation_of(text, dtype=np.dtype(np.float32))
+def test_float32_schemes_have_float32_coordinates_and_frequencies(text):
+    rotation = first_rotation(text, dtype=np.dtype(np.float32))
     assert rotation.coords.dtype == rotation.freqs.dtype == jnp.float32
-    exact = rotation_of(text)
+    exact = first_rotation(text)
     np.testing.assert_allclose(rotation.coords, exact.coords, rtol=2**-23, atol=0)
     if text != "rope_mixed":  # random draws differ between precisions
         np.testing.assert_allclose(rotation.freqs, exact.freqs, rtol=2**-21, atol=0)
 
 
 @pytest.mark.parametrize("coords", [centres, endpoints])
-def test_a_window_of_axial_rope_may_be_the_box_itself(coords):
+def test_axial_rope_may_use_the_window_as_its_box(coords):
     text = f"axial_rope(coords={coords.__name__},window_coords=local_unit)"
     for grid, h, w in (((9, 8), 3, 4), ((2, 8), 2, 4)):  # the second map is no higher than a window
-        rotation = rotation_of(text, grid, grid=(9, 8), pattern=Window((3, 4), (1, 2)))
+        rotation = first_rotation(text, grid, grid=(9, 8), pattern=Window((3, 4), (1, 2)))
         want = [(coords(y, h, max(h, w)), coords(x, w, max(h, w))) for y, x in tokens((h, w))]
         np.testing.assert_allclose(rotation.coords, want, **EXACT)
     for elsewhere in (Global(), Neighborhood((3, 3))):  # one map, one box
         texts = (text, f"axial_rope(coords={coords.__name__})")
-        same = [rotation_of(text, (5, 6), pattern=elsewhere).coords for text in texts]
-        np.testing.assert_array_equal(*same)
+        coords_pair = [first_rotation(text, (5, 6), pattern=elsewhere).coords for text in texts]
+        np.testing.assert_array_equal(*coords_pair)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_rope3d(head_dim, split):
     np.testing.assert_array_equal(one_frame, got[:, :13])
 
 
-def test_rope3d_of_a_map_goes_with_windows_and_of_a_video_does_not():
+def test_rope3d_supports_windows_on_maps_only():
     position = scheme("rope3d", grid=(6, 8), pattern=Window((3, 4)))
     coords = position.terms((6, 8)).rotation.coords
     np.testing.assert_array_equal(coords, [(0, y, x) for y, x in tokens((3, 4))])
@@ -389,7 +389,7 @@ def affine(text):
 
 
 def spread(values, low, high):
-    """Whether values are all different, and fill a range evenly: no tenth of it without one."""
+    """True if values are all different and each tenth of the range has some."""
     values = np.ravel(values)
     assert len(np.unique(values)) == len(values)
     assert low <= values.min()
@@ -397,14 +397,14 @@ def spread(values, low, high):
     return set(np.floor((values - low) / (high - low) * 10)) >= set(range(10))
 
 
-def test_dinov3_in_training_scales_each_layer_by_itself():
+def test_dinov3_scales_layers_independently_in_training():
     a, b = affine("dinov3")
     np.testing.assert_allclose(b, 0, atol=1e-12)
     np.testing.assert_allclose(a[:, 0], a[:, 1], **EXACT)
     assert spread(np.log2(a[:, 0]), -1, 1)
 
 
-def test_dinov3_in_training_shifts_and_stretches_each_axis_first_if_told_to():
+def test_dinov3_optionally_shifts_and_stretches_axes():
     a, b = affine("dinov3(shift=0.3,jitter=1.5,rescale=2)")
     assert spread(b, -0.3, 0.3), "shifted before it is scaled"
     assert 2.5 < a.max() < 3
@@ -448,8 +448,8 @@ def golden(name, *shape):
     return np.reshape(value, shape)
 
 
-def rotated(rotation):
-    """The golden input [N, L, D], rotated."""
+def rotate_golden_input(rotation):
+    """Rotates the golden input [N, L, D]."""
     x = jnp.asarray(GOLDEN["input"]["x"], jnp.float32).reshape(1, 2, 6, 16)
     return rotate(x, x, rotation, layout="BNLD")[0][0]
 
@@ -464,32 +464,34 @@ def rotated(rotation):
         ("eva02(pairing=interleaved)", "timm_eva02_cat_ij_ref16", Global()),
     ],
 )
-def test_rotated_vectors_are_the_official_ones(text, name, pattern):
-    rotation = rotation_of(text, (2, 3), pattern=pattern, **SMALL)
-    np.testing.assert_allclose(rotated(rotation), golden(name, 2, 6, 16), **TOLERANCE)
+def test_rotated_vectors_match_the_official_code(text, name, pattern):
+    rotation = first_rotation(text, (2, 3), pattern=pattern, **SMALL)
+    np.testing.assert_allclose(rotate_golden_input(rotation), golden(name, 2, 6, 16), **TOLERANCE)
 
 
-def test_rope_mixed_is_heos():
+def test_rope_mixed_matches_heo():
     want = GOLDEN["heo_mixed"]
     columns, rows = np.reshape(want["freqs"], want["freqs_shape"])
     position = scheme("rope_mixed(pairing=interleaved)", **SMALL)
     position.mixed.set_value(jnp.asarray(np.stack([rows, columns], axis=1)[None], jnp.float32))
-    got = rotated(position.terms((2, 3)).layer(0).rotation)
+    got = rotate_golden_input(position.terms((2, 3)).layer(0).rotation)
     np.testing.assert_allclose(got, np.reshape(want["out"], (2, 6, 16)), **TOLERANCE)
 
 
-def test_axial_rope_is_hdits():
+def test_axial_rope_matches_hdit():
     want = GOLDEN["hdit_axial_krope2_nonshared"]
-    rotation = rotation_of("axial_rope", (2, 3), **SMALL)
+    rotation = first_rotation("axial_rope", (2, 3), **SMALL)
     theta = np.reshape(want["theta"], want["theta_shape_NhD"]).swapaxes(0, 1)
     np.testing.assert_allclose(angles(rotation), theta, **TOLERANCE)
-    np.testing.assert_allclose(rotated(rotation), np.reshape(want["out"], (2, 6, 16)), **TOLERANCE)
+    np.testing.assert_allclose(
+        rotate_golden_input(rotation), np.reshape(want["out"], (2, 6, 16)), **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("hdit_freqs_")])
-def test_axial_frequencies_are_hdits(name):
+def test_axial_frequencies_match_hdit(name):
     head_dim, heads = map(int, re.fullmatch(r"hdit_freqs_dhead(\d+)_h(\d+)", name).groups())
-    freqs = rotation_of("axial_rope", **SMALL | {"heads": heads, "head_dim": head_dim}).freqs
+    freqs = first_rotation("axial_rope", **SMALL | {"heads": heads, "head_dim": head_dim}).freqs
     ladder = golden(name, *GOLDEN[name]["shape"])
     zeros = np.zeros_like(ladder)
     rows, columns = [ladder, zeros], [zeros, ladder]  # rows turn the first pairs
@@ -501,5 +503,5 @@ def test_axial_frequencies_are_hdits(name):
     ("coords", "name"),
     [(grids.centres, "hdit_pos_2x3"), (grids.endpoints, "hdit_pos_2x3_aligncorners")],
 )
-def test_coordinates_are_hdits(coords, name):
+def test_coordinates_match_hdit(coords, name):
     np.testing.assert_allclose(coords((2, 3)), golden(name, 2, 3, 2), **TOLERANCE)

@@ -13,7 +13,7 @@ def test_every_scheme_has_a_row_without_gaps():
     assert all(cell and "|" not in cell for row in rows() for cell in row)
 
 
-def test_the_readmes_table():
+def test_the_markdown_table():
     lines = markdown().splitlines()
     assert lines[0] == "| scheme | formula | acts | on another map | source |"
     assert len(lines) == 2 + len(list_positions())
@@ -38,30 +38,30 @@ def test_parameters_of_a_scheme_in_a_model(model, position, count):
     assert parameters_of_scheme(model, position) == count
 
 
-def test_the_command_prints_the_tables(capsys):
+def test_the_command_prints_both_tables(capsys):
     main(["--markdown"])
     assert capsys.readouterr().out == markdown()
     main([])
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    output = capsys.readouterr().out
+    lines = output.splitlines()
     assert max(map(len, lines)) <= 100
     names = [line.split("(")[0].split(":")[0] for line in lines if not line.startswith(" ")]
     assert names == list_positions()
-    whole = " ".join(said.split())
-    assert all(" ".join(cell.split()) in whole for row in rows() for cell in row)
+    words = " ".join(output.split())
+    assert all(" ".join(cell.split()) in words for row in rows() for cell in row)
 
 
-def test_a_model_that_does_not_exist_is_refused(capsys):
+def test_unknown_models_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--model=deit9"])
     assert "unknown model 'deit9'; the nearest are 'deit" in capsys.readouterr().err
 
 
-def test_a_scheme_of_ones_own_has_no_source_but_its_own(monkeypatch):
-    class Mine(SCHEMES["rope2d"]):
+def test_a_custom_scheme_has_no_inherited_source(monkeypatch):
+    class CustomRope(SCHEMES["rope2d"]):
         equation = "theta = x f"
 
-    monkeypatch.setitem(SCHEMES, "mine", Mine)
+    monkeypatch.setitem(SCHEMES, "mine", CustomRope)
     (row,) = [row for row in rows() if row[0] == "mine"]
     assert row[1:3] == ("theta = x f", "rotates queries and keys")
     assert row[-1] == ""

@@ -13,7 +13,7 @@ from rope_jax.system.files import SaveFailed, locked, read_json, read_regular, s
 from tests.training.recipe import largest_file, tiny
 
 
-def test_a_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path):
+def test_a_failed_write_names_the_file_and_keeps_the_old_one(tmp_path):
     path = tmp_path / "results.json"
     write_file(path, "old")
     failed = pytest.raises(SaveFailed, match=f"{path} could not be written: File too large")
@@ -31,13 +31,13 @@ NO_FILES = {
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "loop of links"])
-def test_what_is_in_the_way_of_a_file_is_replaced(tmp_path, kind):
+def test_pipes_devices_and_links_are_replaced(tmp_path, kind):
     NO_FILES[kind](tmp_path / "accuracy.png")
     write_file(tmp_path / "accuracy.png", b"new")
     assert (tmp_path / "accuracy.png").read_bytes() == b"new"
 
 
-def test_a_run_that_is_training_is_not_evaluated_beside_that(tmp_path):
+def test_runs_are_not_evaluated_while_they_train(tmp_path):
     """Both would write its results."""
     (tmp_path / "checkpoints").mkdir()
     in_use = rf"is in use by process {os.getpid()} on .*: wait for it.*\[--workdir\]"
@@ -45,8 +45,8 @@ def test_a_run_that_is_training_is_not_evaluated_beside_that(tmp_path):
         rope_jax.runs.run.evaluate_newest(tiny(), tmp_path)
 
 
-def failing(code):
-    """A call that the system refuses."""
+def make_failing(code):
+    """Makes a call that the system refuses."""
 
     def fail(*_):
         raise OSError(code, os.strerror(code))
@@ -54,8 +54,8 @@ def failing(code):
     return fail
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.fcntl, "flock", failing(errno.ENOLCK))
+def test_file_systems_without_locks_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.fcntl, "flock", make_failing(errno.ENOLCK))
     message = rf"{tmp_path}/\.lock cannot be locked \(No locks.*: use a workdir on .*\[--workdir\]"
     with pytest.raises(ConfigError, match=message):
         rope_jax.runs.run.train(tiny(), tmp_path)
@@ -70,7 +70,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
             read(tmp_path / "file")
 
 
-def test_a_file_is_read_up_to_a_size(tmp_path):
+def test_files_are_read_up_to_a_size(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         file.truncate(1 << 40)  # a hole: a terabyte on no disk
     with pytest.raises(ValueError, match=r"file has 1,099,511,627,776 bytes; allowed are 10"):
@@ -78,13 +78,13 @@ def test_a_file_is_read_up_to_a_size(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"step": 1'])
-def test_json_that_is_damaged_is_one_kind_of_error(tmp_path, content):
+def test_damaged_json_has_one_kind_of_error(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match="file is not JSON"):
         read_json(tmp_path / "file")
 
 
-def test_what_is_set_aside_replaces_nothing(tmp_path):
+def test_files_set_aside_replace_nothing(tmp_path):
     for number in range(3):
         (tmp_path / "a").write_text(str(number))
         set_aside(tmp_path / "a", "it is damaged")
@@ -92,13 +92,13 @@ def test_what_is_set_aside_replaces_nothing(tmp_path):
     assert kept == {"a.damaged": "0", "a.damaged.2": "1", "a.damaged.3": "2"}
 
 
-def test_a_lock_is_lost_with_its_workdir(tmp_path, monkeypatch):
+def test_locks_are_lost_with_their_workdir(tmp_path, monkeypatch):
     workdir = tmp_path / "run"
     with locked(workdir) as first:
         assert first()
         with monkeypatch.context() as patch:
-            patch.setattr(files.os.path, "samestat", failing(errno.EIO))
-            assert first()  # it cannot be told now
+            patch.setattr(files.os.path, "samestat", make_failing(errno.EIO))
+            assert first()  # it cannot be determined now
         workdir.rename(tmp_path / "elsewhere")
         assert not first()
         with locked(workdir) as second:

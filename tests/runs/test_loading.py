@@ -19,7 +19,7 @@ def load(*arguments):
     return loading.load_model(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_a_workdir_is_loaded_and_its_checkpoint_verified_once(tmp_path, monkeypatch):
+def test_loading_a_workdir_verifies_its_checkpoint_once(tmp_path, monkeypatch):
     saved = save_run(tmp_path, 3)
     verified, problem = [], Checkpoints.problem
     monkeypatch.setattr(
@@ -37,7 +37,7 @@ def test_a_workdir_is_loaded_and_its_checkpoint_verified_once(tmp_path, monkeypa
         load(tmp_path, "--step=4")
 
 
-def test_the_origin_names_seed_step_and_weights(tmp_path):
+def test_the_origin_of_weights_names_seed_and_step(tmp_path):
     hashes = set()
     for number, (decay, ema, averaged) in enumerate(
         [(None, True, ""), (0.9, True, ", averaged weights (EMA)"), (0.9, False, "")]
@@ -50,7 +50,7 @@ def test_the_origin_names_seed_step_and_weights(tmp_path):
     assert len(hashes) == 3  # the same step and weights, but of other runs
 
 
-def test_a_model_by_name(tmp_path):
+def test_models_are_loaded_by_name(tmp_path):
     arguments = ["--model=deit_ti16", f"--options={OPTIONS}", "--num_classes=3"]
     fresh = load(*arguments, "--image_size=16x32", "--seed=2", "--dtype=bfloat16")
     assert (fresh.image_size, fresh.position, fresh.weights) == ((16, 32), "ape", "fresh, seed 2")
@@ -66,23 +66,23 @@ def test_a_model_by_name(tmp_path):
 
 
 OTHER_SCHEMAS = {
-    "no config": lambda about: {},
-    "a list for a section": lambda about: {"config": about["config"] | {"data": []}},
-    "a later setting": lambda about: {"config": about["config"] | {"colour": "grey"}},
-    "numbers for classes": lambda about: about | {"class_names": [0, 1]},
+    "no config": lambda metadata: {},
+    "a list for a section": lambda metadata: {"config": metadata["config"] | {"data": []}},
+    "a later setting": lambda metadata: {"config": metadata["config"] | {"colour": "grey"}},
+    "numbers for classes": lambda metadata: metadata | {"class_names": [0, 1]},
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_SCHEMAS)
-def test_a_checkpoint_of_another_schema_is_named(tmp_path, kind):
-    """It verifies, as it is what was written."""
+def test_checkpoints_of_other_schemas_are_named(tmp_path, kind):
+    """The checkpoint verifies, as it is intact."""
     params = nnx.to_pure_dict(nnx.state(save_run(tmp_path, 3), nnx.Param))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        about = OTHER_SCHEMAS[kind](checkpoints.about(3))
-        checkpoints.save(4, {"params": params}, about=about)
+        metadata = OTHER_SCHEMAS[kind](checkpoints.about(3))
+        checkpoints.save(4, {"params": params}, about=metadata)
     with pytest.raises(ConfigError, match=f"checkpoint 4 of {tmp_path} ") as caught:
         load(tmp_path)
-    assert "--config." not in str(caught.value)  # nobody has given a flag
+    assert "--config." not in str(caught.value)  # no flag was passed
 
 
 @pytest.mark.parametrize(

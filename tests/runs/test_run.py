@@ -57,7 +57,7 @@ def finished(tmp_path_factory):
     return workdir
 
 
-def events_of(workdir, kind):
+def select_events(workdir, kind):
     return [event for event in read_events(workdir / "metrics.jsonl") if event["event"] == kind]
 
 
@@ -67,7 +67,7 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "copy")
 
 
-def test_a_run_leaves_its_files(finished):
+def test_runs_write_their_files(finished):
     assert {p.name for p in finished.iterdir()} >= {
         "config.json",
         "metrics.jsonl",
@@ -89,7 +89,7 @@ def test_a_run_leaves_its_files(finished):
 
 
 @pytest.mark.slow
-def test_results_and_pictures_are_offered_in_tensorboard(copy):
+def test_tensorboard_has_results_and_pictures(copy):
     pytest.importorskip("tensorboardX", reason="TensorBoard files need the extra `log`")
     (copy / "results.json").unlink()
     run(copy, tensorboard=True, **AVERAGED)
@@ -101,7 +101,7 @@ def test_results_and_pictures_are_offered_in_tensorboard(copy):
     assert b"\x89PNG" in board
 
 
-def test_the_loaded_model_scores_what_the_run_reported(finished):
+def test_the_loaded_model_has_the_scores_of_the_run(finished):
     model, config = rope_jax.load_checkpoint(str(finished))
     for row in read_results(finished)["eval"]:
         assert accuracy(model, config, row["resolution"]) == pytest.approx(row["top1"], abs=1e-9)
@@ -118,20 +118,20 @@ def test_averaged_and_last_weights_can_be_chosen(finished):
         leaf(step=3)
 
 
-def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
+def test_finished_runs_change_nothing(finished, capsys):
     before = {p: p.read_bytes() for p in finished.iterdir() if p.is_file() and p.suffix != ".png"}
     run(finished, **AVERAGED)
     assert "training is complete" in capsys.readouterr().out
     assert before == {p: p.read_bytes() for p in before}
 
 
-def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished):
-    """Between two checkpoints, and at one."""
+def test_interrupted_runs_resume_bit_for_bit(tmp_path, finished):
+    """The interruptions are between two checkpoints, and at one."""
     run_in_parts(tmp_path, 3, 16, **AVERAGED)
     assert_same_end(tmp_path, finished, **AVERAGED)
 
 
-def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
+def test_non_finite_losses_stop_the_run_unsaved(tmp_path):
     with pytest.raises(
         NonFinite,
         match=r"step \d+: loss (nan|inf).*nothing was saved.*learning_rate, or look at its "
@@ -142,7 +142,7 @@ def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
     assert not (tmp_path / "results.json").exists()
 
 
-def test_parameters_that_overflow_are_not_saved_either(tmp_path, monkeypatch):
+def test_overflowing_parameters_are_not_saved(tmp_path, monkeypatch):
     # The loss of the last step before a checkpoint is finite, but the update is not.
     monkeypatch.setattr(
         optax, "apply_updates", lambda params, updates: jax.tree.map(lambda p: p * jnp.inf, params)
@@ -155,7 +155,7 @@ def test_parameters_that_overflow_are_not_saved_either(tmp_path, monkeypatch):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_another_config_is_refused_on_resume(finished):
+def test_other_configs_are_refused_on_resume(finished):
     with pytest.raises(
         ConfigError,
         match=r"another config \(model.position: 'rope_mixed' -> 'ape'; batch_size: 120 -> 60\)",
@@ -163,7 +163,7 @@ def test_another_config_is_refused_on_resume(finished):
         run(finished, **AVERAGED, model__position="ape", batch_size=60)
 
 
-def test_a_finished_run_is_evaluated_at_other_resolutions(finished, copy):
+def test_finished_runs_are_evaluated_at_other_resolutions(finished, copy):
     config = tiny(**AVERAGED, eval__resolutions=(6, (4, 6)), log_every=7)
     rope_jax.runs.run.evaluate_newest(config, copy)
     old, new = (read_results(workdir)["eval"] for workdir in (finished, copy))
@@ -171,7 +171,7 @@ def test_a_finished_run_is_evaluated_at_other_resolutions(finished, copy):
     assert [new[0], new[2]] == old
 
 
-def test_what_is_trained_is_needed(tmp_path):
+def test_evaluation_needs_a_trained_run(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no checkpoints yet"):
         rope_jax.load_checkpoint(str(tmp_path))
@@ -200,40 +200,38 @@ def write_images(path, seed, splits=("train", "test")):
     return changes | {"eval__resolutions": ()}
 
 
-def test_other_images_are_refused_on_resume_and_moved_ones_are_not(tmp_path):
+def test_other_but_not_moved_images_are_refused_on_resume(tmp_path):
     run(tmp_path / "run", **write_images(tmp_path / "a.npz", seed=0))
     run(tmp_path / "run", **write_images(tmp_path / "moved.npz", seed=0))
     with pytest.raises(ConfigError, match=r"\(the images of the train and test split differ\)"):
         run(tmp_path / "run", **write_images(tmp_path / "b.npz", seed=1))
 
 
-def test_a_missing_test_split_is_told_before_training(tmp_path):
+def test_missing_test_splits_are_reported_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"has no test images.*--config.data"):
         run(tmp_path / "run", **write_images(tmp_path / "a.npz", seed=0, splits=["train"]))
     assert os.listdir(tmp_path / "run") == [".lock"]
 
 
 @pytest.mark.parametrize("during", ["evaluate_state", "start"])
-def test_nothing_is_written_into_a_workdir_that_was_exchanged(tmp_path, copy, monkeypatch, during):
-    """Neither while a run is evaluated, nor between its lock and its first file."""
+def test_nothing_is_written_into_an_exchanged_workdir(tmp_path, copy, monkeypatch, during):
+    """Neither during the evaluation of a run, nor between its lock and its first file."""
     (copy / "results.json").unlink()
     workdir = copy if during == "evaluate_state" else tmp_path / "new"
     work = getattr(rope_jax.runs.run, during)
 
-    def exchanged(*args, **kwargs):
+    def exchange(*args, **kwargs):
         workdir.rename(tmp_path / "elsewhere")
         workdir.mkdir()
         return work(*args, **kwargs)
 
-    monkeypatch.setattr(rope_jax.runs.run, during, exchanged)
+    monkeypatch.setattr(rope_jax.runs.run, during, exchange)
     with pytest.raises(SaveFailed, match=f"{workdir} was deleted or moved, or another run has"):
         run(workdir, **AVERAGED)
     assert not list(workdir.iterdir())
 
 
-def test_results_that_could_not_be_written_are_written_by_the_same_command(
-    finished, copy, monkeypatch
-):
+def test_unwritten_results_are_written_by_the_same_command(finished, copy, monkeypatch):
     rename = pathlib.Path.replace
     (copy / "results.json").unlink()
 
@@ -251,14 +249,14 @@ def test_results_that_could_not_be_written_are_written_by_the_same_command(
     assert_same_end(copy, finished, **AVERAGED)
 
 
-def test_a_checkpoint_of_another_schema_is_not_resumed(tmp_path):
+def test_checkpoints_of_other_schemas_are_not_resumed(tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, {"step": jnp.zeros((), jnp.int32)}, about={"config": {"colour": 1}})
     with pytest.raises(ConfigError, match=f"^the checkpoint of {tmp_path} holds settings of anoth"):
         run(tmp_path)
 
 
-def test_results_of_a_run_that_was_moved_away_are_not_taken_for_ours(finished, tmp_path):
+def test_results_of_a_moved_run_are_not_reused(finished, tmp_path):
     old = read_results(finished)
     rows = [row | {"top1": 2.0} for row in old["eval"]]
     (tmp_path / "results.json").write_text(json.dumps({"step": 24, "eval": rows}))
@@ -266,7 +264,7 @@ def test_results_of_a_run_that_was_moved_away_are_not_taken_for_ours(finished, t
     assert read_results(tmp_path) == old
 
 
-def test_an_interrupted_evaluation_is_done_by_the_next_start(finished, copy, monkeypatch):
+def test_interrupted_evaluations_are_repeated_on_restart(finished, copy, monkeypatch):
     (copy / "results.json").unlink()
     interrupted = lambda *_, **__: signal.raise_signal(signal.SIGTERM)
     with monkeypatch.context() as patch:
@@ -278,7 +276,7 @@ def test_an_interrupted_evaluation_is_done_by_the_next_start(finished, copy, mon
     assert read_results(copy) == read_results(finished)
 
 
-def test_the_same_seed_gives_every_scheme_the_same_other_weights():
+def test_a_seed_gives_all_schemes_equal_other_weights():
     models = [
         rope_jax.create_model("vit_digits", position=position)
         for position in ("none", "ape", "rope_mixed+rpb")
@@ -305,32 +303,30 @@ def test_the_same_seed_gives_every_scheme_the_same_other_weights():
         ({"init_from": "/nowhere"}, "there is no such file.*init_from"),
     ],
 )
-def test_impossible_combinations_name_the_flag(changes, message, tmp_path):
+def test_impossible_combinations_name_their_flag(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, **changes)
     assert not list(tmp_path.glob("*.json*"))
 
 
-def test_a_run_says_when_it_started_saved_and_stopped_and_why(
-    tmp_path, finished, monkeypatch, capsys
-):
+def test_events_record_starts_saves_and_stops(tmp_path, finished, monkeypatch, capsys):
     events = read_events(finished / "metrics.jsonl")
-    said = [(event["step"], event["event"]) for event in events]
-    assert sorted(said) == [(0, "start"), *((n, "saved") for n in (8, 16, 24)), (24, "stop")]
+    recorded = [(event["step"], event["event"]) for event in events]
+    assert sorted(recorded) == [(0, "start"), *((n, "saved") for n in (8, 16, 24)), (24, "stop")]
     assert events[0]["resumes_from"] is None
     assert (events[-1]["why"], events[-1]["resumes_from"]) == ("complete", 24)
     assert all(event["bytes"] > 10_000 for event in events if event["event"] == "saved")
     interrupt_at(monkeypatch, 11)
     with pytest.raises(Interrupted):
         run(tmp_path, **AVERAGED)
-    (stop,) = events_of(tmp_path, "stop")
+    (stop,) = select_events(tmp_path, "stop")
     assert stop == {"step": 11, "event": "stop", "why": "stopped by SIGINT", "resumes_from": 11}
     out = capsys.readouterr().out
     assert "stopped at step 11 of 24; newest checkpoint: step 11" in out
     assert "saved step 8: 0.0 MB" in out
 
 
-def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, copy, capsys):
+def test_damaged_checkpoints_cost_only_their_steps(finished, copy, capsys):
     (copy / "checkpoints" / "24" / "manifest.json").unlink()
     damaged = r"24( of .*)? is damaged: manifest.json is missing"
     with pytest.raises(ConfigError, match=f"{damaged}; without --strict_restore"):
@@ -347,14 +343,14 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, copy, c
 @pytest.mark.parametrize(
     "change", [{"model__options": "depth=1,width=32,heads=1"}, {"optim__name": "sgd"}]
 )
-def test_a_state_of_other_arrays_is_not_resumed(change, finished):
+def test_states_of_different_shapes_are_not_resumed(change, finished):
     name = next(iter(change)).replace("__", ".")
     with pytest.raises(ConfigError, match=r"arrays are not those of this run: .*\[--workdir\]"):
         rope_jax.runs.run.train(tiny(**AVERAGED | change), finished, resume_override=[name])
 
 
 @pytest.mark.slow
-def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
+def test_changed_configs_resume_if_named(tmp_path, capsys):
     run(tmp_path, epochs=0.2, eval__resolutions=())
     changed = tiny(epochs=0.4, seed=1, eval__resolutions=())
     resume = lambda *names: rope_jax.runs.run.train(changed, tmp_path, resume_override=names)
@@ -366,25 +362,25 @@ def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
         with pytest.raises(ConfigError, match=message):
             resume(*names)
     resume("seed", "epochs")
-    told = "WARNING: resuming with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4"
-    assert told in capsys.readouterr().err
+    warning = "WARNING: resuming with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4"
+    assert warning in capsys.readouterr().err
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["caf\udce9", "back\\slash"])
-def test_a_workdir_that_cannot_have_checkpoints_is_refused_before_it_is_made(tmp_path, name):
+def test_unsuitable_workdir_names_are_refused_early(tmp_path, name):
     with pytest.raises(ConfigError, match=r"no checkpoint can be stored in .* \[--workdir\]"):
         run(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_workdir_that_cannot_be_made_is_named(tmp_path):
+def test_impossible_workdirs_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/run.*\[--workdir\]"):
         run(tmp_path / "file" / "run")
 
 
-def test_an_update_that_is_not_finite_is_skipped(tmp_path):
+def test_non_finite_updates_are_skipped(tmp_path):
     prepared, model = prepare(tiny(**SKIPPING))
     state = initial_state(prepared, model)
     batch = next(data.batches(prepared.images, batch_size=120, seed=0))
@@ -407,15 +403,13 @@ def test_skipping_ends_after_ten_in_a_row(tmp_path, capsys):
         "step 8",
     ):
         run(tmp_path, **SKIPPING)
-    assert len(events_of(tmp_path, "skipped")) == 10
+    assert len(select_events(tmp_path, "skipped")) == 10
     assert capsys.readouterr().err.count("its update is skipped") == 10
     assert not not_finite(final_state(tmp_path, **SKIPPING))
 
 
 @pytest.mark.parametrize("failing", [16, 24])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_if_it_is_the_last(
-    tmp_path, monkeypatch, capsys, failing
-):
+def test_only_the_last_failed_checkpoint_ends_the_run(tmp_path, monkeypatch, capsys, failing):
     seal, folder = checkpoint.seal, tmp_path / "checkpoints"
 
     def full(path, step):
@@ -430,7 +424,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_if_it_is_the_last(
         with last if failing == 24 else contextlib.nullcontext():
             run(tmp_path, **AVERAGED)
     assert re.search(f"WARNING: {message}", capsys.readouterr().err)
-    (stop,) = events_of(tmp_path, "stop")
+    (stop,) = select_events(tmp_path, "stop")
     assert stop["resumes_from"] == (24 if failing == 16 else 16)
     run(tmp_path, **AVERAGED)
     assert sorted(os.listdir(folder)) == (["24", "8"] if failing == 16 else ["16", "24"])
@@ -439,23 +433,23 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_if_it_is_the_last(
 @pytest.mark.parametrize(
     ("owner", "name"), [(rope_jax.training.setup, "create"), (loop, "make_step")]
 )
-def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypatch, owner, name):
+def test_signals_before_the_first_step_end_the_run(tmp_path, monkeypatch, owner, name):
     (tmp_path / "checkpoints" / "8.writing").mkdir(parents=True)  # half a checkpoint is none
-    original, went_on = getattr(owner, name), []
+    original, results = getattr(owner, name), []
 
     def stop(*args):
         signal.raise_signal(signal.SIGTERM)
-        went_on.append(original(*args))
+        results.append(original(*args))
 
     monkeypatch.setattr(owner, name, stop)
     with pytest.raises(Interrupted, match="SIGTERM") as caught:
         run(tmp_path)
-    assert not went_on
+    assert not results
     assert not caught.value.saved
 
 
 @pytest.mark.parametrize("saved", [8, pytest.param(24, marks=pytest.mark.slow)])
-def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypatch, saved):
+def test_signals_wait_for_a_checkpoint_in_progress(tmp_path, monkeypatch, saved):
     write, begun = Checkpoints._write, threading.Event()
 
     def slow(self, step, *args):
@@ -474,7 +468,7 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypat
 
 
 def test_nothing_moves_to_the_device_between_steps(tmp_path, monkeypatch):
-    """But while the first step compiles."""
+    """Transfers are allowed only while the first step compiles."""
 
     def make_careless(run):
         step, moved = make_step(run), lambda: jnp.square(np.ones(3))  # without being asked to
@@ -486,14 +480,14 @@ def test_nothing_moves_to_the_device_between_steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
+def test_profiles_are_recorded_on_request(tmp_path):
     run(tmp_path, **AVERAGED, profile_at=3)
-    (event,) = events_of(tmp_path, "profile")
+    (event,) = select_events(tmp_path, "profile")
     assert (event["step"], event["folder"]) == (7, str(tmp_path / "profile"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-def test_files_that_cannot_be_read_are_told_with_the_workdir(tmp_path, finished, monkeypatch):
+def test_unreadable_files_are_reported_with_the_workdir(tmp_path, finished, monkeypatch):
     def fail(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied", "some/file")
 

@@ -22,23 +22,23 @@ def no_cache(monkeypatch, tmp_path):
     compilation_cache.reset_cache()
 
 
-def test_programs_are_kept_in_the_cache_folder_and_read_again(no_cache):
+def test_programs_are_cached_and_read_again(no_cache):
     keep_compiled()
     function = jax.jit(lambda x: x * 2 + 12345)
     for _ in range(2):
         assert function(jnp.ones(())) == 12347
         function.clear_cache()
         (entry,) = (no_cache / "chosen" / "xla").glob("*lambda*-cache")
-        entry.write_bytes(entry.read_bytes()[:-10])  # a damaged one is compiled anew
+        entry.write_bytes(entry.read_bytes()[:-10])  # a damaged entry is compiled again
 
 
-def test_another_folder_stays(no_cache):
+def test_other_cache_folders_are_kept(no_cache):
     jax.config.update("jax_compilation_cache_dir", str(no_cache / "own"))
     keep_compiled()
     assert jax.config.jax_compilation_cache_dir == str(no_cache / "own")
 
 
-def test_a_folder_that_cannot_be_made_is_no_error(no_cache):
+def test_unusable_cache_folders_are_tolerated(no_cache):
     (no_cache / "chosen").write_text("a file")
     keep_compiled()
     assert jax.jit(lambda x: x * 3 + 12345)(jnp.ones(())) == 12348
@@ -51,7 +51,7 @@ def test_tests_do_not_fill_the_users_cache():
     assert folder != cache_folder() / "xla"
 
 
-def test_the_kernels_which_stand_alone_have_the_same_cache_folder(tmp_path, monkeypatch):
+def test_standalone_kernels_use_the_same_cache_folder(tmp_path, monkeypatch):
     for name in ("ROPE_JAX_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert choices.cache_folder() == cache_folder() / "kernels"

@@ -12,7 +12,7 @@ from rope_jax.system import cores
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Eight cores, and folders for limits in place of the machine's."""
+    """Simulates eight cores, and replaces the machine's folders of limits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(cores, "_LIMITS", tmp_path / "limits")
     monkeypatch.setattr(cores, "_OWN_GROUPS", tmp_path / "groups")
@@ -33,7 +33,7 @@ def machine(monkeypatch, tmp_path):
         ("0::/", {"cpu.max": "9900000 100000"}, 8),  # more than there are
     ],
 )
-def test_cores_are_those_of_affinity_and_container(machine, groups, files, expected):
+def test_cores_follow_affinity_and_container(machine, groups, files, expected):
     if groups is not None:
         (machine / "groups").write_text(groups + "\n")
     for name, content in files.items():
@@ -69,11 +69,15 @@ print(max(faults[1:]))
 """
 
 
-def faults_of_a_call(started_as):
-    own = ("MALLOC_", "GLIBC_TUNABLES")
+def count_faults(started_as):
+    allocator_prefixes = ("MALLOC_", "GLIBC_TUNABLES")
     run = subprocess.run(
         [sys.executable, "-c", _FAULTS, started_as],
-        env={name: value for name, value in os.environ.items() if not name.startswith(own)},
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(allocator_prefixes)
+        },
         capture_output=True,
         text=True,
         check=True,
@@ -83,22 +87,22 @@ def faults_of_a_call(started_as):
 
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
-def test_memory_is_not_cleared_again_for_every_call():
-    assert 10 * faults_of_a_call("commands") < faults_of_a_call("others")
+def test_freed_memory_is_reused_between_calls():
+    assert 10 * count_faults("commands") < count_faults("others")
 
 
 @pytest.mark.parametrize(
     "variable",
     [*(f"MALLOC_{name}_" for name in cores._MALLOPT), "GLIBC_TUNABLES"],
 )
-def test_settings_of_the_user_for_memory_win(monkeypatch, variable):
+def test_memory_settings_of_the_user_have_precedence(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("looks for mallopt"))
     assert not cores.keep_freed_memory()
 
 
 @pytest.mark.parametrize("highest", [None, 2**25, 2**30])
-def test_thresholds_are_those_that_the_library_allows(monkeypatch, highest):
+def test_thresholds_follow_the_library(monkeypatch, highest):
     for name in cores._MALLOPT:
         monkeypatch.delenv(f"MALLOC_{name}_", raising=False)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)

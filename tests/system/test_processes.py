@@ -1,4 +1,4 @@
-"""How processes find each other; `tests/faults/attacks/several.py` starts some."""
+"""The coordination of processes; `tests/faults/attacks/several.py` starts some."""
 
 import types
 
@@ -8,16 +8,16 @@ import pytest
 from rope_jax.system import processes
 
 
-def test_a_silent_process_is_given_up_after_the_heartbeat(monkeypatch):
-    given = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: given.update(options))
+def test_silent_processes_are_lost_after_the_heartbeat(monkeypatch):
+    arguments = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: arguments.update(options))
     processes.join(5, 20)
-    assert given["heartbeat_timeout_seconds"] == 5
-    assert given["initialization_timeout"] > 20  # before, this process ends with a sentence
+    assert arguments["heartbeat_timeout_seconds"] == 5
+    assert arguments["initialization_timeout"] > 20  # this process ends before with an error
 
 
 def test_processes_have_equal_numbers_of_devices(monkeypatch):
-    """jax could not exchange a text, and so not what differs."""
+    """jax could not exchange a text, and therefore not the differences."""
     devices = [types.SimpleNamespace(process_index=k) for k in (0, 0, 1, 1)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     processes.require_equal_devices()
@@ -26,6 +26,6 @@ def test_processes_have_equal_numbers_of_devices(monkeypatch):
         processes.require_equal_devices()
 
 
-def test_a_process_that_nobody_has_told_of_others_says_so():
+def test_missing_addresses_are_explained():
     with pytest.raises(ValueError, match=r"set JAX_COORDINATOR_ADDRESS=host:port.*leave --distrib"):
         processes.join(5, 20)

@@ -1,4 +1,4 @@
-"""Average precision: by hand, and of random sets as other code computed it."""
+"""Average precision: by hand, and of random sets as computed by other code."""
 
 import numpy as np
 import pytest
@@ -15,27 +15,27 @@ def truth(*boxes, labels=None):
     return Truth(boxes, labels, np.zeros(len(boxes), bool), area)
 
 
-def found(*boxes, scores):
+def detections(*boxes, scores):
     """Detections of class 0."""
     boxes = np.array(boxes, float).reshape(-1, 4)
     return Found(boxes, np.array(scores, float), np.zeros(len(boxes), int))
 
 
-def test_the_mean_is_over_101_recalls_thresholds_and_classes_with_objects():
-    """Of two objects the one is found at .5 and .55: 51 of 101 recalls are reached there."""
+def test_the_mean_covers_recalls_thresholds_and_classes_with_objects():
+    """One of two objects is detected at .5 and .55: 51 of 101 recalls are reached there."""
     objects = truth((0, 0, 10, 10), (40, 40, 50, 50), (0, 40, 10, 50), labels=[0, 0, 2])
-    own = average_precision([found((0, 0, 5.7, 10), scores=[0.5])], [objects], 4)
-    assert own["class_ap"] == [pytest.approx(51 / 101 * 2 / 10, abs=1e-12), None, 0.0, None]
-    assert own["ap"] == pytest.approx(51 / 101 / 10, abs=1e-12)
-    assert own["ap50"] == pytest.approx(51 / 101 / 2, abs=1e-12)
-    assert own["ap75"] == 0
+    scores = average_precision([detections((0, 0, 5.7, 10), scores=[0.5])], [objects], 4)
+    assert scores["class_ap"] == [pytest.approx(51 / 101 * 2 / 10, abs=1e-12), None, 0.0, None]
+    assert scores["ap"] == pytest.approx(51 / 101 / 10, abs=1e-12)
+    assert scores["ap50"] == pytest.approx(51 / 101 / 2, abs=1e-12)
+    assert scores["ap75"] == 0
 
 
 def test_sets_without_detections_or_without_objects():
-    nothing, box = found(scores=()), truth((0, 0, 10, 10))
+    nothing, box = detections(scores=()), truth((0, 0, 10, 10))
     assert average_precision([nothing, nothing], [box, truth()], 1)["ap"] == 0
-    own = average_precision([found((0, 0, 10, 10), scores=[0.5])], [truth()], 1)
-    assert own == dict.fromkeys(NAMES) | {"class_ap": [None]}
+    scores = average_precision([detections((0, 0, 10, 10), scores=[0.5])], [truth()], 1)
+    assert scores == dict.fromkeys(NAMES) | {"class_ap": [None]}
 
 
 def scene(rng, *, classes, crowds, steps):
@@ -45,7 +45,7 @@ def scene(rng, *, classes, crowds, steps):
     boxes = np.concatenate([corner, corner + sides], 1)
     labels = rng.integers(0, classes, count, np.int32)
     area = sides.prod(1) * rng.uniform(0.4, 1, count)
-    own = Truth(boxes, labels, rng.random(count) < crowds, area)
+    objects = Truth(boxes, labels, rng.random(count) < crowds, area)
     near = np.repeat(np.arange(count), rng.integers(0, 4, count))
     others = int(rng.integers(0, 8))
     start = rng.uniform(0, 300, (others, 2))
@@ -57,10 +57,10 @@ def scene(rng, *, classes, crowds, steps):
         scores = np.round(scores * steps) / steps
     order = rng.permutation(len(kinds))
     order = order[(found_boxes[:, 2:] > found_boxes[:, :2]).all(1)[order]]
-    return Found(found_boxes[order], scores[order], kinds[order]), own
+    return Found(found_boxes[order], scores[order], kinds[order]), objects
 
 
-# Of another implementation, which earlier versions had: `NAMES`.
+# `NAMES` of another implementation, that of earlier versions.
 RANDOM_SETS = {
     (0, 0.0): [0.233016133, 0.355045823, 0.266995076, 0.106850542, 0.284851762, 0.431607749],
     (0, 0.3): [0.167230538, 0.278149341, 0.173192082, 0.084655823, 0.255003637, 0.256001886],
@@ -71,14 +71,14 @@ RANDOM_SETS = {
 
 
 @pytest.mark.parametrize(("seed", "crowds"), RANDOM_SETS)
-def test_random_sets(seed, crowds):
+def test_random_sets_match_recorded_scores(seed, crowds):
     """With images that are empty, objects of all sizes and ties of scores."""
     rng = np.random.default_rng(seed)
     pairs = [scene(rng, classes=4, crowds=crowds, steps=(None, 5)[seed % 2]) for _ in range(12)]
-    pairs += [(found(scores=()), truth()), (found(scores=()), pairs[0][1])]
+    pairs += [(detections(scores=()), truth()), (detections(scores=()), pairs[0][1])]
     pairs += [(pairs[1][0], truth())]
-    own = average_precision(*zip(*pairs, strict=True), 5)
-    wanted = RANDOM_SETS[seed, crowds]
-    np.testing.assert_allclose([own[name] for name in NAMES], wanted, atol=2e-9)
-    assert own["class_ap"][4] is None
-    assert np.mean(own["class_ap"][:4]) == pytest.approx(own["ap"], abs=1e-9)
+    scores = average_precision(*zip(*pairs, strict=True), 5)
+    expected = RANDOM_SETS[seed, crowds]
+    np.testing.assert_allclose([scores[name] for name in NAMES], expected, atol=2e-9)
+    assert scores["class_ap"][4] is None
+    assert np.mean(scores["class_ap"][:4]) == pytest.approx(scores["ap"], abs=1e-9)

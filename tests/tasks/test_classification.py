@@ -14,8 +14,8 @@ from rope_jax.tasks.classification import Classification, count_correct
 
 
 @pytest.mark.parametrize("before_erasing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_labels_are_mixed_as_their_images(before_erasing):
-    """The share in the target is that of the pixels; noise of erasing is mixed if it is earlier."""
+def test_labels_are_mixed_like_their_images(before_erasing):
+    """Targets are mixed by the fraction of the pixels; earlier erasing noise is mixed too."""
     mix = {"mixup": 0.8, "before_erasing": before_erasing}
     raw = {"mix": mix, "data": {"augment": "erase(p=1.0)"}, "model": {"num_classes": 10}}
     config, rng = resolve(raw | {"label_smoothing": 0.2}), np.random.default_rng(0)
@@ -28,36 +28,38 @@ def test_labels_are_mixed_as_their_images(before_erasing):
     mixed, other = prepare(batch), label[::-1]
     target = (np.asarray(mixed["target"]) - 0.2 / 10) / 0.8
     row = np.flatnonzero(label != other)[0]
-    share = target[row, label[row]]
-    assert 0.05 < share < 0.95
-    expected = share * np.eye(10)[label] + (1 - share) * np.eye(10)[other]
+    fraction = target[row, label[row]]
+    assert 0.05 < fraction < 0.95
+    expected = fraction * np.eye(10)[label] + (1 - fraction) * np.eye(10)[other]
     np.testing.assert_allclose(target, expected, atol=1e-6)
-    own = normalise(jnp.asarray(images), config.data.mean, config.data.std)
-    same = np.isclose(mixed["image"], share * own + (1 - share) * own[::-1], atol=1e-5).mean()
+    normalised = normalise(jnp.asarray(images), config.data.mean, config.data.std)
+    equal_fraction = np.isclose(
+        mixed["image"], fraction * normalised + (1 - fraction) * normalised[::-1], atol=1e-5
+    ).mean()
     # A box has 0.02 to 1/3 of an image's pixels; mixed, an image has its own and its partner's.
-    assert (0.75 < same < 0.95) if before_erasing else (0.5 < same < 0.75)
+    assert (0.75 < equal_fraction < 0.95) if before_erasing else (0.5 < equal_fraction < 0.75)
 
 
-class Same(nnx.Module):
-    """Its logits are its images."""
+class Identity(nnx.Module):
+    """A model whose logits are its images."""
 
     def __call__(self, images, **_):
         return images
 
 
-def test_the_accuracy_is_that_of_the_own_labels():
+def test_the_accuracy_uses_the_unmixed_labels():
     config = resolve({"loss": "softmax"})
     batch = {"label": jnp.array([0, 1, 1]), "target": jnp.full((3, 2), 0.5)}
     logits = jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], jnp.bfloat16)
     batch["image"] = logits
-    loss, accuracy = Classification().loss(Same(), batch, config, key=jax.random.key(0))
+    loss, accuracy = Classification().loss(Identity(), batch, config, key=jax.random.key(0))
     assert float(accuracy) == pytest.approx(2 / 3)
     assert loss.dtype == jnp.float32
     assert float(loss) == pytest.approx(float(np.log1p(np.exp(-1)) + 0.5), rel=1e-6)
 
 
 def test_training_images_have_one_label(tmp_path):
-    """Several are for evaluation."""
+    """Several labels are for evaluation."""
     for name in "ab":
         Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
     names, classes = ["a.png", "b.png"], ["cat", "dog"]
@@ -70,7 +72,7 @@ def test_training_images_have_one_label(tmp_path):
             Classification().check(resolve({}), source.streamed((8, 8)))
 
 
-def test_padding_is_not_counted_and_any_of_several_labels_is_right():
+def test_padding_is_not_counted_and_any_label_is_right():
     first, falling = [9.0, 0, 0, 0, 0, 0], [5.0, 4, 3, 2, 1, 0]
     logits = jnp.array([first, falling, falling, first])
     mask = jnp.array([True, True, True, False])

@@ -29,15 +29,18 @@ def some_batch():
     }
 
 
-def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation():
+def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
     config = resolve({"data": {"mean": (0.2, 0.2, 0.2), "std": (0.5, 0.25, 0.1)}})
-    found = task.prepare_batch(some_batch(), config, seed=0, key=jax.random.key(0))
-    wanted = [[[0.25, 5 / 8, 0.5, 6 / 8], [0] * 4], [[0.75, 0.5, 0.5, 0.5], [1 / 8, 0.5, 0.25, 1]]]
-    np.testing.assert_allclose(found["boxes"], wanted, atol=1e-6)
-    np.testing.assert_array_equal(found["label"], some_batch()["label"])
+    prepared = task.prepare_batch(some_batch(), config, seed=0, key=jax.random.key(0))
+    expected = [
+        [[0.25, 5 / 8, 0.5, 6 / 8], [0] * 4],
+        [[0.75, 0.5, 0.5, 0.5], [1 / 8, 0.5, 0.25, 1]],
+    ]
+    np.testing.assert_allclose(prepared["boxes"], expected, atol=1e-6)
+    np.testing.assert_array_equal(prepared["label"], some_batch()["label"])
     # Three boxes in two images.
-    np.testing.assert_allclose(found["share"], [2 / 3] * 2, rtol=1e-6)
-    np.testing.assert_allclose(found["image"], 0, atol=1e-6)  # 51 / 255 is the mean
+    np.testing.assert_allclose(prepared["share"], [2 / 3] * 2, rtol=1e-6)
+    np.testing.assert_allclose(prepared["image"], 0, atol=1e-6)  # 51 / 255 is the mean
     bright = some_batch() | {"image": jnp.full((2, 8, 12, 3), 255, jnp.uint8)}
     pixels = task.prepare_batch(bright, config, seed=0, key=jax.random.key(0))["image"]
     np.testing.assert_allclose(pixels[0, :, :10], [[[1.6, 3.2, 8.0]] * 10] * 8, rtol=1e-5)
@@ -66,7 +69,7 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
         ),
     ],
 )
-def test_settings_that_do_not_suit_are_refused(images, changes, message, monkeypatch):
+def test_unsuitable_settings_are_refused(images, changes, message, monkeypatch):
     task.check(resolve({"model": {"head": "dino"}, "accumulate": 2}), BOXES)
     settings = changes | {"model": {"head": "dino"} | changes.get("model", {})}
     with pytest.raises(ConfigError, match=message):

@@ -22,7 +22,7 @@ def some_maps(classes):
 
 
 class Constant(SegmentationHead):
-    """A model, and its head, whose predictions are given."""
+    """A model, and its head, with fixed predictions."""
 
     def __init__(self, predictions):
         self.predictions = nnx.data(predictions)
@@ -44,14 +44,14 @@ def test_the_auxiliary_loss_has_its_weight():
     labels = jnp.asarray(rng.integers(0, 3, (1, 4, 4)), jnp.uint8)
     config, batch = resolve({}), {"image": jnp.zeros((1, 4, 4, 3)), "label": labels}
     model = Constant(PixelLogits(logits, other, 0.4))
-    found, accuracy = task.loss(model, batch, config, key=jax.random.key(0))
-    wanted = pixel_loss(logits, labels) + 0.4 * pixel_loss(other, labels)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    wanted = (logits.argmax(-1) == labels[:, 1::2, 1::2]).mean()
-    np.testing.assert_allclose(accuracy, wanted, rtol=1e-6)
+    loss, accuracy = task.loss(model, batch, config, key=jax.random.key(0))
+    expected = pixel_loss(logits, labels) + 0.4 * pixel_loss(other, labels)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    expected = (logits.argmax(-1) == labels[:, 1::2, 1::2]).mean()
+    np.testing.assert_allclose(accuracy, expected, rtol=1e-6)
 
 
-def test_scores_are_those_of_the_definition_over_a_whole_set():
+def test_scores_match_the_definition_over_a_set():
     """Intersections and unions are summed over all images before they are divided."""
     rng = np.random.default_rng(0)
     classes, parts = 6, []
@@ -64,21 +64,21 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
         batch = [x[first : first + 4] for x in padded]
         counts = count_pixels(*batch, first + jnp.arange(4) < 9, classes)
         parts.append(np.asarray(counts))
-    found, valid = task.scores(parts, some_maps(classes)), label != 255
-    said, there = (np.arange(classes)[:, None] == x[valid] for x in (predicted, label))
-    iou = (said & there).sum(1)[:-1] / (said | there).sum(1)[:-1]
-    assert found["iou"][-1] is None  # neither predicted nor there
-    assert found["iou"][2] == 0.0
-    np.testing.assert_allclose(found["iou"][:-1], iou, rtol=1e-12)
-    assert abs(found["miou"] - np.mean(iou)) < 1e-12
-    assert abs(found["accuracy"] - (predicted == label)[valid].mean()) < 1e-12
+    scores, valid = task.scores(parts, some_maps(classes)), label != 255
+    is_predicted, is_true = (np.arange(classes)[:, None] == x[valid] for x in (predicted, label))
+    iou = (is_predicted & is_true).sum(1)[:-1] / (is_predicted | is_true).sum(1)[:-1]
+    assert scores["iou"][-1] is None  # neither predicted nor there
+    assert scores["iou"][2] == 0.0
+    np.testing.assert_allclose(scores["iou"][:-1], iou, rtol=1e-12)
+    assert abs(scores["miou"] - np.mean(iou)) < 1e-12
+    assert abs(scores["accuracy"] - (predicted == label)[valid].mean()) < 1e-12
 
 
-def test_a_set_whose_images_are_all_left_out_scores_nothing():
+def test_sets_without_usable_images_score_zero():
     assert task.scores([], some_maps(2)) == {"miou": 0.0, "accuracy": 0.0, "iou": [None, None]}
 
 
-def test_padding_of_images_is_black_after_normalisation():
+def test_padding_is_zero_after_normalisation():
     """Padding is 0 for the model, not a pixel value; its labels are 255 from the loader."""
     batch = {
         "image": jnp.full((2, 4, 4, 3), 200, jnp.uint8),
@@ -87,11 +87,11 @@ def test_padding_of_images_is_black_after_normalisation():
         "epoch": jnp.zeros(2, jnp.int32),
         "index": jnp.arange(2),
     }
-    found = task.prepare_batch(batch, resolve({}), seed=0, key=jax.random.key(0))["image"]
+    pixels = task.prepare_batch(batch, resolve({}), seed=0, key=jax.random.key(0))["image"]
     inside = np.zeros((2, 4, 4), bool)
     inside[0, :2, :3] = inside[1] = True
-    np.testing.assert_array_equal(np.asarray(found != 0).all(-1), inside)
-    np.testing.assert_array_equal(np.asarray(found == 0).all(-1), ~inside)
+    np.testing.assert_array_equal(np.asarray(pixels != 0).all(-1), inside)
+    np.testing.assert_array_equal(np.asarray(pixels == 0).all(-1), ~inside)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_padding_of_images_is_black_after_normalisation():
         ),
     ],
 )
-def test_settings_that_do_not_suit_are_refused(classes, changes, message):
+def test_unsuitable_settings_are_refused(classes, changes, message):
     pixels = np.zeros((1, 4, 4, 3), np.uint8)
     images = LabelMaps(pixels, pixels[..., 0], "mine", "train", classes=11)
     model = {"head": "linear", "num_classes": 11}

@@ -1,4 +1,4 @@
-"""The smallest run that still goes through everything, shared by the tests of training."""
+"""The smallest run that still exercises everything, shared by the tests of training."""
 
 import contextlib
 import dataclasses
@@ -63,18 +63,18 @@ def run(workdir: pathlib.Path, **changes) -> cfg.Config:
 def final_state(workdir: pathlib.Path, **changes) -> dict:
     """The newest state in a workdir."""
     setup, model = prepare(tiny(**changes))
-    with Run.open(workdir, "evaluate") as opened:
-        return opened.resume(setup, model)
+    with Run.open(workdir, "evaluate") as workdir_run:
+        return workdir_run.resume(setup, model)
 
 
-def replaced(config: cfg.Config, section: str, **changes) -> cfg.Config:
-    """A config with settings of one section replaced."""
+def replace_settings(config: cfg.Config, section: str, **changes) -> cfg.Config:
+    """Replaces settings of one section of a config."""
     return dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **changes)}
     )
 
 
-def started(source: pathlib.Path | str, **changes) -> nnx.Module:
+def start_from(source: pathlib.Path | str, **changes) -> nnx.Module:
     """A model of the tiny recipe (8 x 8 pixels, ten classes) with the weights of `init_from`."""
     complete = {"data__image_size": (8, 8), "model__num_classes": 10, "init_from": str(source)}
     config = tiny(**complete | changes)
@@ -100,16 +100,16 @@ def interrupt_at(monkeypatch, step):
     """Sends SIGINT while the batch of this step is drawn."""
     waiting = Reporter.waiting_for_batch
 
-    def interrupted(self, number):
+    def interrupt(self, number):
         if number == step:
             signal.raise_signal(signal.SIGINT)
         return waiting(self, number)
 
-    monkeypatch.setattr(Reporter, "waiting_for_batch", interrupted)
+    monkeypatch.setattr(Reporter, "waiting_for_batch", interrupt)
 
 
 def run_in_parts(workdir: pathlib.Path, *steps: int, **changes) -> None:
-    """Trains the tiny recipe, stopped by a signal after each of the steps, to its end."""
+    """Trains the tiny recipe to its end, with a stop by a signal after each of the steps."""
     for step in steps:
         with pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, step)
@@ -121,7 +121,7 @@ def run_in_parts(workdir: pathlib.Path, *steps: int, **changes) -> None:
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Lets this process write no file of more bytes, as a stand-in for a full disk."""
+    """Limits the size of files that this process writes, to simulate a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -130,12 +130,12 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def assert_same_end(one: pathlib.Path, other: pathlib.Path, **changes) -> None:
-    """Two workdirs of the tiny recipe have the same last state, losses and results to the bit."""
-    states = [tree_hash(final_state(workdir, **changes)) for workdir in (one, other)]
+def assert_same_end(first: pathlib.Path, second: pathlib.Path, **changes) -> None:
+    """Checks that two workdirs have the same last state, losses and results to the bit."""
+    states = [tree_hash(final_state(workdir, **changes)) for workdir in (first, second)]
     assert states[0] == states[1]
-    assert losses(one) == losses(other)
-    assert read_results(one) == read_results(other)
+    assert losses(first) == losses(second)
+    assert read_results(first) == read_results(second)
 
 
 def losses(workdir: pathlib.Path) -> list[tuple[int, float]]:

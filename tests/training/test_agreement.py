@@ -1,4 +1,4 @@
-"""What processes compare; `tests/faults/attacks/several.py` starts some that differ."""
+"""The agreement of processes; `tests/faults/attacks/several.py` starts some that differ."""
 
 import json
 
@@ -12,14 +12,14 @@ from rope_jax.training.setup import prepare
 from tests.training.recipe import tiny
 
 
-def others(monkeypatch, *facts):
-    """Makes this the first of several processes; the others have these facts."""
+def simulate_others(monkeypatch, *facts):
+    """Simulates the first of several processes; the others have these facts."""
     texts = [json.dumps(x) for x in facts]
     monkeypatch.setattr(agreement, "texts_of_all", lambda text: [text, *texts])
 
 
-def test_what_fails_in_one_process_fails_in_all(monkeypatch):
-    others(monkeypatch, {"failure": "no images"})
+def test_a_failure_in_one_process_ends_all(monkeypatch):
+    simulate_others(monkeypatch, {"failure": "no images"})
     with pytest.raises(ConfigError, match="process 1 failed: no images"):
         agreement.require_equal({})
     sent = []
@@ -29,7 +29,7 @@ def test_what_fails_in_one_process_fails_in_all(monkeypatch):
     assert sent == ['{"failure": "no lock"}']
 
 
-def test_weights_of_one_process_alone_end_all(monkeypatch, tmp_path):
+def test_missing_weights_in_one_process_end_all(monkeypatch, tmp_path):
     setup, model = prepare(tiny(init_from=str(tmp_path)))
     sent = []
     monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text) or text])
@@ -37,14 +37,14 @@ def test_weights_of_one_process_alone_end_all(monkeypatch, tmp_path):
         start(setup, model)
     steps, failure = map(json.loads, sent)
     assert "without model.safetensors" in failure["failure"]
-    others(monkeypatch, steps)
+    simulate_others(monkeypatch, steps)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     (tmp_path / "checkpoints" / "3" / "manifest.json").touch()
     with pytest.raises(ConfigError, match=r"in process 1 the steps of .* is \[\], not \['3'\]"):
         start(setup, model)
 
 
-def test_every_setting_the_data_and_the_software_are_compared():
+def test_settings_data_and_software_are_compared():
     facts = agreement.about(*prepare(tiny()))
     assert {f"--config.{name}" for name in settings()} < facts.keys()
     assert facts["jax"] == jax.__version__

@@ -1,4 +1,4 @@
-"""Batch statistics: trained, saved, loaded, and those of the whole batch on many devices."""
+"""Batch statistics: trained, saved, loaded, and computed over the whole batch on many devices."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from tests.training.recipe import (
     accuracy,
     final_state,
     run,
-    started,
+    start_from,
 )
 
 
@@ -29,7 +29,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(finished):
+def test_the_loaded_model_has_the_statistics_and_scores_of_the_run(finished):
     model, config = rope_jax.load_checkpoint(str(finished))
     stats = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
     assert tree_hash(stats) == tree_hash(final_state(finished, **CEIT)["stats"])
@@ -37,7 +37,7 @@ def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(fi
     assert accuracy(model, config, row["resolution"]) == pytest.approx(row["top1"], abs=1e-9)
 
 
-def test_averaged_weights_stand_beside_the_running_statistics(finished):
+def test_averaged_weights_use_the_running_statistics(finished):
     averaged, last = (rope_jax.load_checkpoint(str(finished), ema=ema)[0] for ema in (True, False))
     assert not np.array_equal(averaged.head.kernel[...], last.head.kernel[...])
     jax.tree.map(
@@ -47,17 +47,17 @@ def test_averaged_weights_stand_beside_the_running_statistics(finished):
     )
 
 
-def test_init_from_takes_statistics_along(finished, tmp_path):
+def test_init_from_includes_statistics(finished, tmp_path):
     trained, _ = rope_jax.load_checkpoint(str(finished))
     np.savez(tmp_path / "weights.npz", **export_state_dict(trained, source=OWN))
     for source in (finished, tmp_path / "weights.npz"):
-        model = started(source, **CEIT)
+        model = start_from(source, **CEIT)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(trained))
     weights = dict(np.load(tmp_path / "weights.npz"))
     del weights["patch_embed.bn.mean"]
     np.savez(tmp_path / "less.npz", **weights)
     with pytest.raises(ConfigError, match=r"patch_embed\.bn\.mean is missing"):
-        started(tmp_path / "less.npz", **CEIT)
+        start_from(tmp_path / "less.npz", **CEIT)
 
 
 _ON_DEVICES = """
@@ -72,7 +72,7 @@ from tests.training.recipe import CEIT, tiny
 
 run, model = prepare(tiny(**CEIT | {"batch_size": 16}))
 assert run.mesh.size == 8
-found = {}
+results = {}
 for devices in (1, 8):
     mesh = make_mesh(devices=jax.devices()[:devices])
     part = dataclasses.replace(run, mesh=mesh)
@@ -84,19 +84,19 @@ for devices in (1, 8):
         assert [shard.data.shape[0] for shard in shards] == [16 // devices] * devices
         state, metrics = step(state, batch)
     assert state["stats"]["patch_embed"]["bn"]["mean"].sharding.is_fully_replicated
-    found[f"{devices}.loss"] = metrics["loss"]
-    found |= {f"{devices}.{name}": leaf for name, leaf in named_leaves(state["stats"])}
-np.savez(sys.argv[1], **found)
+    results[f"{devices}.loss"] = metrics["loss"]
+    results |= {f"{devices}.{name}": leaf for name, leaf in named_leaves(state["stats"])}
+np.savez(sys.argv[1], **results)
 """
 
 
 @pytest.mark.process
-def test_statistics_on_eight_devices_are_those_of_one(tmp_path):
-    run_on_devices(8, _ON_DEVICES, tmp_path / "found.npz")
-    found = np.load(tmp_path / "found.npz")
-    assert len(found.files) == 2 * (1 + 8)
-    for name in (name for name in found.files if name.startswith("8.")):
+def test_statistics_on_eight_devices_match_one(tmp_path):
+    run_on_devices(8, _ON_DEVICES, tmp_path / "results.npz")
+    results = np.load(tmp_path / "results.npz")
+    assert len(results.files) == 2 * (1 + 8)
+    for name in (name for name in results.files if name.startswith("8.")):
         # Sums in another order. The statistics of an eighth of the batch differ in the first digit.
         np.testing.assert_allclose(
-            found[name], found[f"1.{name[2:]}"], rtol=1e-4, atol=1e-6, err_msg=name
+            results[name], results[f"1.{name[2:]}"], rtol=1e-4, atol=1e-6, err_msg=name
         )

@@ -1,4 +1,4 @@
-"""Runs on images with boxes that differ in size: what is refused before training, and resuming."""
+"""Runs on images with boxes that differ in size: refusals before training, and resuming."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def folder(tmp_path):
 NO_FIT = r"centre is not for the evaluation of .* use fit.*"
 
 
-def refused(folder, message, **changes):
+def assert_refused(folder, message, **changes):
     with pytest.raises(ConfigError, match=message):
         prepare(tiny(**COCO | {"data__path": str(folder)} | changes))
 
@@ -71,8 +71,8 @@ def refused(folder, message, **changes):
         ({"eval__resolutions": (32,)}, r"eval.resolutions=\(32,\), but the images of set keep the"),
     ],
 )
-def test_mistakes_are_named_before_training(folder, changes, message):
-    refused(folder, message, **changes)
+def test_invalid_settings_are_named_before_training(folder, changes, message):
+    assert_refused(folder, message, **changes)
 
 
 OBJECTS, CLASSES = annotations()["annotations"], annotations()["categories"]
@@ -94,19 +94,19 @@ NO_OBJECT = r"no image of set, test split, has an object that .*\[--config.data.
         ),
     ],
 )
-def test_annotations_that_cannot_be_trained_with_are_named(folder, changes, message):
+def test_unusable_annotations_are_named(folder, changes, message):
     write_annotations(folder, "val", annotations() | changes)
-    refused(folder, message)
+    assert_refused(folder, message)
 
 
 @pytest.mark.slow
-def test_a_run_with_several_canvases_resumes_exactly(tmp_path, folder):
+def test_runs_with_several_canvases_resume_exactly(tmp_path, folder):
     changes = COCO | {"data__path": str(folder)}
     setup, _ = prepare(tiny(**changes))
     stream, _ = training_batches(setup, 0)
     sizes = [next(stream)["image"].shape[1:3] for _ in range(4)]
     stream.close()
-    assert sizes[0] != sizes[1]  # the step is compiled again, where the host sends no constants
+    assert sizes[0] != sizes[1]  # the step is recompiled, and then the host sends no constants
     run(tmp_path / "whole", **changes)
     run_in_parts(tmp_path / "halves", 2, **changes)
     assert_same_end(tmp_path / "whole", tmp_path / "halves", **changes)

@@ -45,9 +45,9 @@ def load(checkpoints, step):
     return checkpoints.load(step, shapes(state()))
 
 
-def save(checkpoints, step, tree, about=None):
+def save(checkpoints, step, tree, metadata=None):
     """Saves a state and waits until that has succeeded or failed."""
-    checkpoints.save(step, tree, about=about or {"seed": 1})
+    checkpoints.save(step, tree, about=metadata or {"seed": 1})
     checkpoints.wait()
 
 
@@ -55,7 +55,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def failing(error):
+def make_failing(error):
     def fail(*args, **kwargs):
         raise error
 
@@ -63,7 +63,7 @@ def failing(error):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two_steps(tmp_path_factory):
     """A folder of two steps that verify: 1 of `state(1.0)`, 2 of `state(2.0)`."""
     folder = tmp_path_factory.mktemp("two")
     with Checkpoints(folder) as checkpoints:
@@ -73,14 +73,14 @@ def two(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(two, tmp_path):
-    """A copy of that folder."""
-    return shutil.copytree(two, tmp_path / "run")
+def copied_steps(two_steps, tmp_path):
+    """A copy of `two_steps`."""
+    return shutil.copytree(two_steps, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["plain", "lr[3e-3]", "a*b?", "link/..", "50%#é"])
-def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path, name):
-    """Orbax looks for its own files by patterns, and tensorstore has its own idea of `..`."""
+def test_a_saved_state_is_restored_completely_or_in_part(tmp_path, name):
+    """Orbax matches its files by patterns, and tensorstore resolves `..` in its own way."""
     (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep")
     folder = tmp_path / name / "checkpoints"
@@ -96,7 +96,7 @@ def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path, name):
     assert names(folder) == ["3"]
 
 
-def test_the_newest_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
+def test_newest_steps_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
     (tmp_path / "0").touch()  # no checkpoint: neither counted nor removed
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3, 3):
@@ -125,12 +125,12 @@ def test_the_newest_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
         ({"blocks": BLOCKS | {0: {"kernel": ONES.astype(jnp.bfloat16)}}}, "not bfloat16"),
     ],
 )
-def test_another_tree_is_refused(two, params, message):
-    with Checkpoints(two) as checkpoints, pytest.raises(ValueError, match=message):
+def test_other_trees_are_refused(two_steps, params, message):
+    with Checkpoints(two_steps) as checkpoints, pytest.raises(ValueError, match=message):
         checkpoints.load(1, shapes(state() | {"params": params}))
 
 
-def test_the_hash_tells_bits_names_and_dtypes_apart():
+def test_the_hash_depends_on_bits_names_and_dtypes():
     a = np.array([1.0, 0.0], np.float32)
     trees = [
         {"a": a},
@@ -143,7 +143,7 @@ def test_the_hash_tells_bits_names_and_dtypes_apart():
     assert tree_hash({"a": a}) == tree_hash({"a": jnp.asarray(a)})
 
 
-def test_what_a_save_reports_is_there_and_verifies(tmp_path):
+def test_reported_saves_exist_and_verify(tmp_path):
     reported = []
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.on_saved = lambda step, size, seconds: reported.append(
@@ -153,7 +153,7 @@ def test_what_a_save_reports_is_there_and_verifies(tmp_path):
     assert reported == [(7, sum(x.nbytes for x in jax.tree.leaves(state())), ["7"], None)]
 
 
-def test_the_arrays_may_be_donated_while_they_are_written(tmp_path, monkeypatch):
+def test_arrays_may_be_donated_during_a_save(tmp_path, monkeypatch):
     begin = threading.Event()
     write = checkpoint.ocp.save_checkpointables_async
     monkeypatch.setattr(
@@ -166,50 +166,50 @@ def test_the_arrays_may_be_donated_while_they_are_written(tmp_path, monkeypatch)
         first = jax.tree.map(jnp.copy, state(2.5))
         checkpoints.save(1, first, about={})
         assert jax.tree.all(jax.tree.map(lambda x: (x == 9).all(), update(first)))
-        assert checkpoints.steps() == []  # training has gone on before anything was written
+        assert checkpoints.steps() == []  # training continued before anything was written
         begin.set()
         checkpoints.wait()
         assert tree_hash(load(checkpoints, 1)) == tree_hash(state(2.5))
 
 
-def moved(step):
+def move_away(step):
     """Moves a step, or a part of it, to another folder."""
     return pathlib.Path(shutil.move(step, tempfile.mkdtemp()))
 
 
-def edit_manifest(step, name, **says):
-    """Writes a manifest that is right about itself, and says this of a file."""
+def edit_manifest(step, name, **facts):
+    """Writes a consistent manifest with these facts about a file."""
     path = step / "manifest.json"
-    files = json.loads(path.read_text())["files"] | {name: says}
+    files = json.loads(path.read_text())["files"] | {name: facts}
     path.write_text(integrity.manifest(2, files))
 
 
-def piped(path):
-    """A pipe, which waits for ever for its writer if it is opened."""
+def make_pipe(path):
+    """Makes a pipe, which waits for ever for a writer if it is opened."""
     path.unlink(missing_ok=True)
     os.mkfifo(path)
 
 
-def linked(path):
-    path.symlink_to(moved(path))
+def make_link(path):
+    path.symlink_to(move_away(path))
 
 
-def linked_to_nothing(path):
+def make_dangling_link(path):
     path.symlink_to("nowhere")
 
 
 FOREIGN = {
-    "a link to a file": lambda step: linked(step / "_CHECKPOINT_METADATA"),
-    "a link to a folder": lambda step: linked(step / "params"),
-    "a pipe": lambda step: piped(step / "pipe"),
-    "a pipe for a manifest": lambda step: piped(step / "manifest.json"),
+    "a link to a file": lambda step: make_link(step / "_CHECKPOINT_METADATA"),
+    "a link to a folder": lambda step: make_link(step / "params"),
+    "a pipe": lambda step: make_pipe(step / "pipe"),
+    "a pipe for a manifest": lambda step: make_pipe(step / "manifest.json"),
     "one file more": lambda step: (step / "sitecustomize.py").write_text("raise SystemExit"),
     "a name that leads out": lambda step: edit_manifest(step, "../1/manifest.json", bytes=1),
     "a manifest that is no JSON": lambda step: (step / "manifest.json").write_text("{"),
-    "a link to the step": linked,
-    "a link to nothing": lambda step: (moved(step), linked_to_nothing(step)),
-    "a file for a step": lambda step: (moved(step), step.write_text("moved")),
-    "another step": lambda step: (moved(step), shutil.copytree(step.parent / "1", step)),
+    "a link to the step": make_link,
+    "a link to nothing": lambda step: (move_away(step), make_dangling_link(step)),
+    "a file for a step": lambda step: (move_away(step), step.write_text("moved")),
+    "another step": lambda step: (move_away(step), shutil.copytree(step.parent / "1", step)),
 }
 
 
@@ -223,23 +223,23 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("change", (FOREIGN | DAMAGED).values(), ids=FOREIGN | DAMAGED)
-def test_damage_is_found_and_an_older_step_taken(copy, change, capsys):
-    change(copy / "2")
-    with Checkpoints(copy) as checkpoints:
+def test_damage_is_detected_and_an_older_step_used(copied_steps, change, capsys):
+    change(copied_steps / "2")
+    with Checkpoints(copied_steps) as checkpoints:
         assert checkpoints.newest_verified() == 1
-        assert names(copy) == ["1", "2"]
+        assert names(copied_steps) == ["1", "2"]
         with pytest.raises(Damaged, match=r"2 is damaged: .*; without --strict_restore"):
             checkpoints.newest_verified(strict=True, rename=True)
         assert checkpoints.newest_verified(rename=True) == 1
-        assert names(copy) == ["1", "2.corrupt"]
+        assert names(copied_steps) == ["1", "2.corrupt"]
         assert tree_hash(load(checkpoints, 1)) == tree_hash(state(1.0))
     assert capsys.readouterr().err.endswith("It is kept as 2.corrupt\n")
 
 
-def test_every_bit_of_the_manifest_counts(copy):
-    path = copy / "2" / "manifest.json"
+def test_every_bit_of_the_manifest_is_checked(copied_steps):
+    path = copied_steps / "2" / "manifest.json"
     good = path.read_bytes()
-    with Checkpoints(copy) as checkpoints:
+    with Checkpoints(copied_steps) as checkpoints:
         for place in np.random.default_rng(0).choice(8 * len(good), 100, replace=False):
             bad = bytearray(good)
             bad[place // 8] ^= 1 << place % 8
@@ -249,27 +249,30 @@ def test_every_bit_of_the_manifest_counts(copy):
         assert checkpoints.problem(2) is None
 
 
-def test_nothing_is_silently_begun_anew_when_nothing_verifies(copy):
+def test_runs_do_not_restart_silently_if_nothing_verifies(copied_steps):
     for step in ("1", "2"):
-        (copy / step / "manifest.json").write_text("{}")
-    with Checkpoints(copy) as checkpoints:
+        (copied_steps / step / "manifest.json").write_text("{}")
+    with Checkpoints(copied_steps) as checkpoints:
         for rename, bad in ((False, "1, 2"), *2 * [(True, "1.corrupt, 2.corrupt")]):
             with pytest.raises(Damaged, match=rf"no checkpoint in .* verifies \({bad}\): repair"):
                 checkpoints.newest_verified(rename=rename)
 
 
-def test_a_handler_named_in_a_checkpoint_is_not_looked_up(tmp_path, copy, monkeypatch):
+def test_handlers_named_in_checkpoints_are_not_imported(tmp_path, copied_steps, monkeypatch):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w').close()\n")
-    path = copy / "2" / "_CHECKPOINT_METADATA"
-    about = json.loads(path.read_text())
-    about["item_handlers"] = dict.fromkeys(about["item_handlers"], "evil.Handler")
-    content = json.dumps(about).encode()
+    path = copied_steps / "2" / "_CHECKPOINT_METADATA"
+    metadata = json.loads(path.read_text())
+    metadata["item_handlers"] = dict.fromkeys(metadata["item_handlers"], "evil.Handler")
+    content = json.dumps(metadata).encode()
     path.write_bytes(content)
     edit_manifest(
-        copy / "2", path.name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+        copied_steps / "2",
+        path.name,
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with Checkpoints(copy) as checkpoints:
+    with Checkpoints(copied_steps) as checkpoints:
         assert checkpoints.newest_verified() == 2
         with contextlib.suppress(OSError):
             assert tree_hash(load(checkpoints, 2)) == tree_hash(state(2.0))
@@ -287,11 +290,11 @@ MISSING = {
 # After an error orbax leaves reads behind, which find their event loop closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("fault", ["another bit", "another dtype", *MISSING])
-def test_what_is_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monkeypatch, fault):
-    """The older ones stay, also where only the newest is to be kept."""
+def test_saves_that_read_back_differently_fail(tmp_path, monkeypatch, fault):
+    """Older steps stay, even if only the newest is to be kept."""
     begin = checkpoint.ocp.save_checkpointables_async
 
-    def damaged(path, tree, **kwargs):
+    def begin_damaged_save(path, tree, **kwargs):
         if fault.startswith("another"):  # 0.0 and -0.0 are equal, and have other bits
             kernel = tree["params"]["blocks"][1]["kernel"]
             other = np.copysign(kernel, -1) if fault == "another bit" else np.float16(kernel)
@@ -309,15 +312,15 @@ def test_what_is_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monk
     zeros["params"]["blocks"][1]["kernel"] = jnp.zeros((2, 3))
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         save(checkpoints, 1, zeros)
-        monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", damaged)
-        named = ".*params.blocks.1.kernel " if "another" in fault else ""
-        with pytest.raises(SaveFailed, match=f"step 2 could not be saved in .*: {named}"):
+        monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", begin_damaged_save)
+        message = ".*params.blocks.1.kernel " if "another" in fault else ""
+        with pytest.raises(SaveFailed, match=f"step 2 could not be saved in .*: {message}"):
             save(checkpoints, 2, zeros)
         assert checkpoints.newest_verified(strict=True) == 1
 
 
-def test_a_save_that_fails_is_a_warning_until_none_follows(tmp_path, monkeypatch, capsys):
-    fail = failing(OSError(errno.EIO, "Input/output error"))
+def test_failed_saves_are_warnings_except_the_last(tmp_path, monkeypatch, capsys):
+    fail = make_failing(OSError(errno.EIO, "Input/output error"))
     failed = pytest.raises(SaveFailed, match=r"step 1 could not be saved in .*Input/output error")
     with Checkpoints(tmp_path / "a") as checkpoints, monkeypatch.context() as patch:
         patch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
@@ -334,11 +337,11 @@ def test_a_save_that_fails_is_a_warning_until_none_follows(tmp_path, monkeypatch
         checkpoints.save(1, state(), about={})
     with contextlib.suppress(KeyError), Checkpoints(tmp_path / "c") as checkpoints:
         checkpoints.save(1, state(), about={})
-        raise KeyError  # what ended the run first is not hidden by what its end finds
+        raise KeyError  # the first error of the run is not hidden by later ones
 
 
-def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch):
-    """As of a laptop that was suspended: four minutes pass at each look at it."""
+def test_saves_survive_a_clock_that_jumps(tmp_path, monkeypatch):
+    """Simulates a suspended laptop: four minutes pass between readings of the clock."""
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(time, "time", lambda: 60.0 * next(minutes))
     with Checkpoints(tmp_path) as checkpoints:
@@ -346,8 +349,8 @@ def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch):
     assert names(tmp_path) == ["1"]
 
 
-def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path, caplog):
-    # A limit on the size of files stands in for a full disk.
+def test_a_full_disk_keeps_older_steps(tmp_path, caplog):
+    # A limit on the size of files simulates a full disk.
     large = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)), jnp.float32)}
     with Checkpoints(tmp_path) as checkpoints:
         save(checkpoints, 1, state())
@@ -357,7 +360,7 @@ def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path, caplog):
         assert checkpoints.newest_verified(strict=True) == 1
         save(checkpoints, 3, {"params": large})
         assert names(tmp_path) == ["1", "3"]  # and nothing of the attempt
-        assert "Traceback" not in caplog.text  # one sentence is enough
+        assert "Traceback" not in caplog.text  # one message is enough
         assert checkpoints.newest_verified(strict=True) == 3
 
 
@@ -366,47 +369,47 @@ OTHERS = ["x.writing", "9.writinge", "11.orbax-checkpoint-tmp-1", "7.corrupt", "
 OTHERS += ["007", "-1", "1e3", "12 ", "\u0663"]  # a digit of another script
 
 
-@pytest.mark.parametrize("make", [pathlib.Path.mkdir, pathlib.Path.touch, linked_to_nothing])
-def test_only_folders_that_a_crash_has_left_are_removed(copy, make):
+@pytest.mark.parametrize("make", [pathlib.Path.mkdir, pathlib.Path.touch, make_dangling_link])
+def test_only_remains_of_a_crash_are_removed(copied_steps, make):
     for name in (*LEFT, *OTHERS):
-        make(copy / name)
-    checkpoints = Checkpoints(copy)
+        make(copied_steps / name)
+    checkpoints = Checkpoints(copied_steps)
     checkpoints.clean()
     kept = OTHERS if make is pathlib.Path.mkdir else LEFT + OTHERS
-    assert names(copy) == sorted(["1", "2", *kept])
+    assert names(copied_steps) == sorted(["1", "2", *kept])
     assert checkpoints.newest_verified(strict=True) == 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_read_that_fails_stops_and_condemns_no_checkpoint(copy, monkeypatch, code):
-    monkeypatch.setattr(integrity, "file_sha256", failing(OSError(code, os.strerror(code))))
+def test_read_errors_do_not_condemn_a_checkpoint(copied_steps, monkeypatch, code):
+    monkeypatch.setattr(integrity, "file_sha256", make_failing(OSError(code, os.strerror(code))))
     failed = pytest.raises(OSError, match=f"cannot be read .*{os.strerror(code)}.* was not renam")
-    with Checkpoints(copy) as checkpoints, failed:
+    with Checkpoints(copied_steps) as checkpoints, failed:
         checkpoints.newest_verified(rename=True)
-    assert names(copy) == ["1", "2"]
+    assert names(copied_steps) == ["1", "2"]
 
 
 @pytest.mark.parametrize("name", ["load_checkpointables", "checkpointables_metadata"])
-def test_files_that_verify_and_cannot_be_read_are_no_damage(two, monkeypatch, name):
+def test_unreadable_verified_files_are_not_damage(two_steps, monkeypatch, name):
     """Without file handles, orbax and tensorstore raise errors of any kind."""
-    monkeypatch.setattr(checkpoint.ocp, name, failing(TypeError("'NoneType' object is not")))
+    monkeypatch.setattr(checkpoint.ocp, name, make_failing(TypeError("'NoneType' object is not")))
     failed = pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n")
-    with Checkpoints(two) as checkpoints, failed:
+    with Checkpoints(two_steps) as checkpoints, failed:
         load(checkpoints, 2)
 
 
 @pytest.mark.parametrize("lost", ["before", "while it is written"])
-def test_nothing_is_written_to_a_workdir_that_is_no_longer_ours(tmp_path, monkeypatch, lost):
-    begin, ours = checkpoint.ocp.save_checkpointables_async, [lost != "before"]
+def test_nothing_is_written_to_a_lost_workdir(tmp_path, monkeypatch, lost):
+    begin, owned = checkpoint.ocp.save_checkpointables_async, [lost != "before"]
 
     def lose(path, *args, **kwargs):
-        ours[:] = [False]
+        owned[:] = [False]
         return begin(path, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    with Checkpoints(folder, keep=2, still_ours=lambda: ours[0]) as checkpoints:
+    with Checkpoints(folder, keep=2, still_ours=lambda: owned[0]) as checkpoints:
         for step in (1, 2):
             with pytest.raises(SaveFailed, match=f"{tmp_path} was deleted or moved"):
                 save(checkpoints, step, state())

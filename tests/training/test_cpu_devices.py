@@ -1,4 +1,4 @@
-"""A CPU is one device unless jax's own option says otherwise; runs resume on another number."""
+"""A CPU is one device unless jax's option changes that; runs resume on other numbers of devices."""
 
 import os
 import subprocess
@@ -27,18 +27,18 @@ def _stop_at_step_6():
 
 
 @pytest.mark.process
-def test_a_run_on_two_devices_of_a_cpu_resumes_bit_for_bit_on_two_and_closely_on_one(tmp_path):
-    workdirs = two, again, one = [tmp_path / name for name in ("two", "again", "one")]
+def test_cpu_runs_resume_bit_for_bit_on_equal_devices(tmp_path):
+    workdirs = two, again, single = [tmp_path / name for name in ("two", "again", "one")]
     for workdir, variables, prepare in (
         (two, environment(2), None),
         (again, environment(2), _stop_at_step_6),
-        (one, environment(2), _stop_at_step_6),
-        (one, {}, None),
+        (single, environment(2), _stop_at_step_6),
+        (single, {}, None),
     ):
         arguments = [*SETTINGS, f"--workdir={workdir}"]
         process = Run(arguments, tmp_path / "said.txt", environment=variables, prepare=prepare)
         try:
-            assert process.wait(300) == 0, process.said()
+            assert process.wait(300) == 0, process.read_output()
         finally:
             process.kill()
     command = [sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={again}"]
@@ -47,24 +47,24 @@ def test_a_run_on_two_devices_of_a_cpu_resumes_bit_for_bit_on_two_and_closely_on
     events = [read_events(workdir / "metrics.jsonl") for workdir in workdirs]
     starts = [[(e["step"], e["devices"]) for e in each if e["event"] == "start"] for each in events]
     assert starts == [[(0, 2)], [(0, 2), (6, 2)], [(0, 2), (6, 1)]]
-    found = [[loss for _, loss in losses(workdir)] for workdir in workdirs]
-    assert len(found[0]) == 11
-    assert found[1] == found[0]
-    assert found[2] == pytest.approx(found[0], rel=5e-6)
+    losses_of_runs = [[loss for _, loss in losses(workdir)] for workdir in workdirs]
+    assert len(losses_of_runs[0]) == 11
+    assert losses_of_runs[1] == losses_of_runs[0]
+    assert losses_of_runs[2] == pytest.approx(losses_of_runs[0], rel=5e-6)
 
 
-def test_runs_that_were_stored_with_the_setting_load_and_resume(tmp_path, monkeypatch):
-    """`mesh.cpu_devices` was one a core by default in earlier versions."""
+def test_runs_with_the_former_setting_load_and_resume(tmp_path, monkeypatch):
+    """`mesh.cpu_devices` was one per core by default in earlier versions."""
     settings = {"epochs": 0.4, "eval__resolutions": ()}
-    about = Checkpoints.about
+    original_about = Checkpoints.about
 
-    def older(self, step):
-        found = about(self, step)
-        found["config"]["mesh"] |= {"cpu_devices": 2}
-        return found
+    def earlier_about(self, step):
+        metadata = original_about(self, step)
+        metadata["config"]["mesh"] |= {"cpu_devices": 2}
+        return metadata
 
     run(tmp_path, **settings)
-    monkeypatch.setattr(Checkpoints, "about", older)
+    monkeypatch.setattr(Checkpoints, "about", earlier_about)
     run(tmp_path, **settings)
     rope_jax.load_checkpoint(str(tmp_path))
     path = tmp_path / "config.json"

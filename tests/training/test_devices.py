@@ -1,4 +1,4 @@
-"""One run on many devices and processes: the same numbers as on one, whatever stops or dies."""
+"""One run on many devices and processes gives the numbers of one, whatever stops or dies."""
 
 import jax
 import numpy as np
@@ -9,11 +9,11 @@ from rope_jax.evaluate import read_results
 from rope_jax.system import sharding
 from rope_jax.training.metrics import read_metrics
 from tests.devices import environment, run_on_devices
-from tests.faults.attacks import ended, said
+from tests.faults.attacks import outputs, wait_for_exit
 from tests.faults.attacks.several import start
 
 
-def mesh_of(data, fsdp):
+def abstract_mesh(data, fsdp):
     return jax.sharding.AbstractMesh((data, fsdp), ("data", "fsdp"))
 
 
@@ -31,23 +31,23 @@ def mesh_of(data, fsdp):
         ((), 8, P()),
     ],
 )
-def test_parameters_are_divided_along_their_longest_axis(shape, fsdp, spec):
-    assert sharding.split_parameter(shape, mesh_of(2, fsdp)).spec == spec
+def test_parameters_are_split_along_their_longest_axis(shape, fsdp, spec):
+    assert sharding.split_parameter(shape, abstract_mesh(2, fsdp)).spec == spec
 
 
-def test_a_mesh_that_the_devices_do_not_fill_is_refused():
+def test_a_mesh_must_use_all_devices():
     with pytest.raises(ValueError, match="over 3 of 1 devices; use one of 1"):
         sharding.make_mesh(3)
 
 
-def test_parts_of_processes_are_the_batch(monkeypatch):
+def test_parts_of_processes_make_up_the_batch(monkeypatch):
     batch = {"image": np.arange(24).reshape(12, 2), "label": np.arange(12)}
     parts = []
     for part in range(3):
         monkeypatch.setattr(sharding, "share", lambda part=part: (part, 3))
         parts.append(sharding.share_of(batch))
-    for name, whole in batch.items():
-        assert np.array_equal(np.concatenate([part[name] for part in parts]), whole)
+    for name, array in batch.items():
+        assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
 _MODELS = """
@@ -71,7 +71,7 @@ MODELS = {
     "nat_mini": {"position": "rope_mixed+rpb", "kernel_size": 3} | SMALL,
     "vit_s16": {"position": "irpe", "depth": 1, "image_size": 32, "num_classes": 8} | VIT,
 }
-found = {}
+results = {}
 rng = np.random.default_rng(0)
 for name in sys.argv[2:]:
     options = MODELS[name]
@@ -100,9 +100,9 @@ for name in sys.argv[2:]:
         assert ("manual_computation" in step.as_text()) == (mesh.size > 1)
         value, gradients = step.compile()(laid, put_batch(batch, mesh))
         key = f"{name}/{data}x{fsdp}/"
-        found[key + "loss"] = value
-        found |= {key + path: leaf for path, leaf in named_leaves(gradients)}
-np.savez(sys.argv[1], **found)
+        results[key + "loss"] = value
+        results |= {key + path: leaf for path, leaf in named_leaves(gradients)}
+np.savez(sys.argv[1], **results)
 """
 
 
@@ -112,23 +112,23 @@ np.savez(sys.argv[1], **found)
     [("vit_digits", "swin_t"), pytest.param(("nat_mini", "vit_s16"), marks=pytest.mark.slow)],
     ids=" and ".join,
 )
-def test_losses_and_gradients_on_eight_devices_are_those_of_one(models, tmp_path):
+def test_losses_and_gradients_on_eight_devices_match_one(models, tmp_path):
     """Learned tables, scanned layers, drop path, rematerialisation; two copies of parameters."""
-    run_on_devices(8, _MODELS, tmp_path / "found.npz", *models)
-    assert_same_on(np.load(tmp_path / "found.npz"), "/1x1/", "/2x4/")
+    run_on_devices(8, _MODELS, tmp_path / "results.npz", *models)
+    assert_same_results(np.load(tmp_path / "results.npz"), "/1x1/", "/2x4/")
 
 
-def assert_same_on(found, one, several, atol=0.0):
-    """What several devices found is, by name, what one found, up to sums in another order.
+def assert_same_results(results, single, several, atol=0.0):
+    """Compares results of several devices with those of one, by name, up to the order of sums.
 
     A gradient added twice would be off by a factor of 2 to 8.
     """
-    names = [name for name in found.files if one in name]
+    names = [name for name in results.files if single in name]
     assert len(names) > 40
     for name in names:
-        ours, wanted = found[name.replace(one, several)], found[name]
-        allowed = {"rtol": 1e-4, "atol": atol + 1e-5 * np.abs(wanted).max()}
-        np.testing.assert_allclose(ours, wanted, **allowed, err_msg=name)
+        result, expected = results[name.replace(single, several)], results[name]
+        allowed = {"rtol": 1e-4, "atol": atol + 1e-5 * np.abs(expected).max()}
+        np.testing.assert_allclose(result, expected, **allowed, err_msg=name)
 
 
 _DETECTOR = """
@@ -141,11 +141,11 @@ from rope_jax.system.sharding import make_mesh, put_batch, use_mesh
 from rope_jax.tasks import TASKS
 from rope_jax.training.trees import named_leaves
 from tests.models.heads.test_dino import CLASSES, HEAD, VIT
-from tests.models.small import filled
+from tests.models.small import fill
 
 jax.config.update("jax_disable_most_optimizations", True)
 make = lambda: rope_jax.create_model("deit_ti16", head=HEAD, num_classes=CLASSES, **VIT)
-graph, params, rest = nnx.split(filled(nnx.eval_shape(make)), nnx.Param, ...)
+graph, params, rest = nnx.split(fill(nnx.eval_shape(make)), nnx.Param, ...)
 rng, counts, config = np.random.default_rng(0), (4, 2, 1, 0), resolve({})
 corners = rng.uniform((0, 0, 20, 16), (20, 16, 40, 28), (4, 4, 4)).astype(np.float32)
 label = rng.integers(0, CLASSES, (4, 4)).astype(np.int32)
@@ -158,7 +158,7 @@ batch = {
     "epoch": np.zeros(4, np.int32),
     "index": np.arange(4, dtype=np.int32),
 }
-found = {}
+results = {}
 for count in (1, 2):
     mesh = make_mesh(devices=jax.devices()[:count])
 
@@ -174,18 +174,18 @@ for count in (1, 2):
         return jax.value_and_grad(loss, has_aux=True)(params, prepared, key)
 
     (value, hits), gradients = step(nnx.to_pure_dict(params), put_batch(batch, mesh))
-    found |= {f"on {count}/loss": value, f"on {count}/hits": hits}
-    found |= {f"on {count}/{path}": leaf for path, leaf in named_leaves(gradients)}
-np.savez(sys.argv[1], **found)
+    results |= {f"on {count}/loss": value, f"on {count}/hits": hits}
+    results |= {f"on {count}/{path}": leaf for path, leaf in named_leaves(gradients)}
+np.savez(sys.argv[1], **results)
 """
 
 
 @pytest.mark.process
-def test_a_detector_has_the_loss_and_gradients_of_one_device_on_two(tmp_path):
-    """One of them has six of the seven boxes: losses are divided by the boxes of both."""
-    run_on_devices(2, _DETECTOR, tmp_path / "found.npz")
-    # Biases of keys change no softmax: their gradients are rounding alone, 1e-8 and less.
-    assert_same_on(np.load(tmp_path / "found.npz"), "on 1/", "on 2/", atol=1e-7)
+def test_a_detectors_gradients_on_two_devices_match_one(tmp_path):
+    """One device has six of the seven boxes: losses are divided by the boxes of both devices."""
+    run_on_devices(2, _DETECTOR, tmp_path / "results.npz")
+    # Biases of keys do not change a softmax: their gradients are only rounding, at most 1e-8.
+    assert_same_results(np.load(tmp_path / "results.npz"), "on 1/", "on 2/", atol=1e-7)
 
 
 _RESTORED = """
@@ -220,7 +220,7 @@ state, _ = steps(run, step, initial_state(run, model), 0, 3)
 halved = lambda x: x.addressable_shards[0].data.size == x.size // 2
 divided = {x.sharding for x in jax.tree.leaves(state["ema"]) if halved(x)}
 assert divided and divided <= {x.sharding for x in jax.tree.leaves(state["opt"])}
-found = {}
+results = {}
 with Run.open(workdir, "train") as opened:
     opened.checkpoints.clean()
     opened.checkpoints.save(3, state, about=run.about())
@@ -234,14 +234,14 @@ with Run.open(workdir, "train") as opened:
         assert len(again["step"].sharding.device_set) == count
         if (count, fsdp) in ((4, 2), (1, 1)):
             own_step = step if count == 4 else make_step(part)
-            found[f"{count}x{fsdp}"] = steps(part, own_step, again, 3, 4)[1]
-np.savez(sys.argv[2], **found)
+            results[f"{count}x{fsdp}"] = steps(part, own_step, again, 3, 4)[1]
+np.savez(sys.argv[2], **results)
 """
 
 
 @pytest.mark.process
-def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
-    """What is restored is equal bit for bit; what follows up to the order of sums."""
+def test_runs_resume_on_a_different_number_of_devices(tmp_path):
+    """Restored states are equal bit for bit; later steps are equal up to the order of sums."""
     run_on_devices(8, _RESTORED, tmp_path / "run", tmp_path / "losses.npz")
     losses = np.load(tmp_path / "losses.npz")
     np.testing.assert_allclose(losses["4x2"], losses["1x1"], rtol=0, atol=5e-6)
@@ -260,19 +260,19 @@ TOGETHER = [
 
 
 @pytest.mark.process
-def test_two_processes_are_one(tmp_path):
+def test_two_processes_match_one(tmp_path):
     """They share four devices."""
     for name, flags in (("one", [[]]), ("two[3e-3]", [["--distributed"], ["--distributed"]])):
         (tmp_path / name).mkdir()
         each = len(flags) * [environment(4 // len(flags))]
         running = start(tmp_path / name, flags, settings=TOGETHER, environments=each)
-        assert not any(ended(running)), said(running)
-    assert "step" not in running[1].said()  # the second process keeps quiet
-    one, two = (tmp_path / name / "run" for name in ("one", "two[3e-3]"))
-    lines = [read_metrics(workdir / "metrics.jsonl") for workdir in (one, two)]
+        assert not any(wait_for_exit(running)), outputs(running)
+    assert "step" not in running[1].read_output()  # the second process prints no progress
+    single, double = (tmp_path / name / "run" for name in ("one", "two[3e-3]"))
+    lines = [read_metrics(workdir / "metrics.jsonl") for workdir in (single, double)]
     assert [line["step"] for line in lines[1]] == list(range(1, 13))
-    for ours, theirs in zip(*lines, strict=True):
-        assert abs(ours["loss"] - theirs["loss"]) <= 5e-6
-        assert abs(ours["accuracy"] - theirs["accuracy"]) < 1e-6  # the same examples, each once
-    assert read_results(one) == read_results(two)
-    assert [row["count"] for row in read_results(two)["eval"]] == [360, 360]
+    for first, second in zip(*lines, strict=True):
+        assert abs(first["loss"] - second["loss"]) <= 5e-6
+        assert abs(first["accuracy"] - second["accuracy"]) < 1e-6  # the same examples, each once
+    assert read_results(single) == read_results(double)
+    assert [row["count"] for row in read_results(double)["eval"]] == [360, 360]

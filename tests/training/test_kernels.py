@@ -22,8 +22,8 @@ SHORT = {"epochs": 0.5, "checkpoint_every": 3, "eval__resolutions": ()}  # 6 ste
 
 
 @pytest.fixture
-def other(monkeypatch):
-    """A second implementation of attention with other bits; returns how often it was traced."""
+def other_kernel(monkeypatch):
+    """A second implementation of attention with other bits; returns the shapes traced."""
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
     traced = []
 
@@ -34,13 +34,13 @@ def other(monkeypatch):
     module = types.ModuleType("rope_jax_kernels.other")
     module.attention_qkv, module.refusal = attention_qkv, lambda *_, **__: None
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    own = {"xla": "attention.reference", "triton": "other"}
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention_qkv", own)
+    implementations = {"xla": "attention.reference", "triton": "other"}
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention_qkv", implementations)
     return traced
 
 
 def prefer(monkeypatch, name):
-    """A tuner that chooses one implementation for every call; returns the calls."""
+    """Installs a tuner that chooses one implementation for every call; returns the calls."""
     tuned = []
 
     def tune(calls, say):
@@ -53,39 +53,39 @@ def prefer(monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_uses_the_choices_of_its_workdir(tmp_path, monkeypatch, other):
-    """Also where a new measurement would choose otherwise: it ends in the same bits."""
+def test_resumed_runs_use_the_choices_of_their_workdir(tmp_path, monkeypatch, other_kernel):
+    """They end in the same bits, even if a new measurement would choose differently."""
     tuned = prefer(monkeypatch, "triton")
     run(tmp_path, **SHORT)
     (call,) = tuned
     assert call.key.startswith("attention_qkv qkv=float32[120,16,3,1,16] pattern=Global()")
     assert call.gradients == {"qkv", "rotation.freqs"}
-    assert (120, 16, 3, 1, 16) in other
-    whole = tree_hash(final_state(tmp_path, **SHORT))
+    assert (120, 16, 3, 1, 16) in other_kernel
+    uninterrupted = tree_hash(final_state(tmp_path, **SHORT))
     shutil.rmtree(tmp_path / "checkpoints" / "6")
     tuned = prefer(monkeypatch, "xla")
-    other.clear()
+    other_kernel.clear()
     run(tmp_path, **SHORT)
-    assert (120, 16, 3, 1, 16) in other
+    assert (120, 16, 3, 1, 16) in other_kernel
     assert tuned == []
-    assert tree_hash(final_state(tmp_path, **SHORT)) == whole
+    assert tree_hash(final_state(tmp_path, **SHORT)) == uninterrupted
 
 
 @pytest.fixture(scope="module")
-def ready():
+def initial_run():
     """A run before its first step."""
     setup, model = prepare(tiny())
     return setup, initial_state(setup, model)
 
 
-def chosen(ready, workdir, **settings):
-    setup, state = ready
+def choose(initial_run, workdir, **settings):
+    setup, state = initial_run
     setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, **settings))
     return kernels.choices_for_training(setup, state, workdir)
 
 
-def test_an_error_in_a_measurement_does_not_stop_the_run_and_a_signal_does(
-    ready, tmp_path, monkeypatch, other, capsys
+def test_signals_but_not_errors_in_measurements_stop_a_run(
+    initial_run, tmp_path, monkeypatch, other_kernel, capsys
 ):
     errors = iter([Interrupted("SIGTERM"), RuntimeError("out of memory")])
 
@@ -94,45 +94,47 @@ def test_an_error_in_a_measurement_does_not_stop_the_run_and_a_signal_does(
 
     monkeypatch.setattr(kernels, "tune", tune)
     with pytest.raises(Interrupted):
-        chosen(ready, tmp_path)
+        choose(initial_run, tmp_path)
     assert not list(tmp_path.iterdir())
-    assert chosen(ready, tmp_path).calls == {}
+    assert choose(initial_run, tmp_path).calls == {}
     assert "could not be measured (RuntimeError('out of mem" in capsys.readouterr().err
 
 
-def test_every_process_traces_the_step_and_the_first_measures(ready, tmp_path, monkeypatch, other):
-    """A batch on all devices takes all processes."""
+def test_all_processes_trace_but_only_the_first_measures(
+    initial_run, tmp_path, monkeypatch, other_kernel
+):
+    """A batch on all devices requires all processes."""
     tuned, traced = prefer(monkeypatch, "triton"), []
     sent = iter(["", Choices("cpu", "of the first").to_json()])
     monkeypatch.setattr(kernels, "calls_of_step", lambda *_: traced.append("step") or [])
     monkeypatch.setattr(kernels, "decided_by_first", lambda choose: next(sent))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert chosen(ready, tmp_path).jax == "of the first"
+    assert choose(initial_run, tmp_path).jax == "of the first"
     assert (traced, tuned) == (["step"], [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_reads_the_choices_of_the_run(tmp_path):
-    """And nothing from the cache folder where the run has none."""
-    of_run = lambda **settings: kernels.kernels_of_run(resolve(settings), tmp_path)
-    assert (of_run().calls, of_run().everywhere) == ({}, None)
+def test_evaluations_use_the_choices_of_the_run(tmp_path):
+    """They read nothing from the cache folder if the run has no choices."""
+    run_kernels = lambda **settings: kernels.kernels_of_run(resolve(settings), tmp_path)
+    assert (run_kernels().calls, run_kernels().everywhere) == ({}, None)
     path = kernels.file_of(tmp_path)
     Choices("cpu", calls={"a call": {}}).save(path)
     before = path.stat().st_mtime_ns
-    assert of_run().calls == {"a call": {}}
+    assert run_kernels().calls == {"a call": {}}
     assert path.stat().st_mtime_ns == before
-    assert of_run(kernels="xla").everywhere == "xla"
-    with kernels.kernels_of_run(None, None) as found:  # a model that is of no run
-        assert found is None
+    assert run_kernels(kernels="xla").everywhere == "xla"
+    with kernels.kernels_of_run(None, None) as active:  # a model without a run
+        assert active is None
 
 
-def test_a_damaged_file_stops_the_run(ready, tmp_path):
+def test_a_damaged_file_stops_the_run(initial_run, tmp_path):
     (kernels.file_of(tmp_path)).write_text('{"format": 1')
     with pytest.raises(ConfigError, match=r"kernels_cpu\.json .* delete it to measure"):
-        chosen(ready, tmp_path)
+        choose(initial_run, tmp_path)
 
 
-# Of a workdir from before the choices were one for training and one for evaluation.
+# From a workdir of a version without separate choices for training and evaluation.
 EARLIER = """{"format": 1, "device": "cpu", "jax": "0.11.2", "sources": "0a1b2c3d", "calls": {
 "attention q=float32[3,5,1,8] pattern=Global()": {"gradient of k, q, v": {
 "choice": {"implementation": "triton", "tile": [["forward", [64, 32, 4, 2]]]},
@@ -146,13 +148,13 @@ EARLIER = """{"format": 1, "device": "cpu", "jax": "0.11.2", "sources": "0a1b2c3
         ("kernels_cpu.json", "measured with other sources of the kernels"),
     ],
 )
-def test_choices_that_do_not_fit_are_measured_again(
-    ready, tmp_path, monkeypatch, other, capsys, name, reason
+def test_unusable_choices_are_measured_again(
+    initial_run, tmp_path, monkeypatch, other_kernel, capsys, name, reason
 ):
     """Those of another device stay in the workdir, for a run that returns to it."""
     tuned = prefer(monkeypatch, "triton")
     (tmp_path / name).write_text(EARLIER)
-    choices = chosen(ready, tmp_path)
+    choices = choose(initial_run, tmp_path)
     assert (len(tuned), choices.misfit()) == (1, None)
     assert reason in capsys.readouterr().err
     assert Choices.load(kernels.file_of(tmp_path)).calls == choices.calls
@@ -164,11 +166,11 @@ def test_choices_that_do_not_fit_are_measured_again(
     [("default", None, True), ("xla", "xla", True), ("tuned", None, False)],
     ids=["default", "xla", "tuned on a CPU"],
 )
-def test_where_nothing_is_measured(
-    ready, tmp_path, monkeypatch, other, setting, everywhere, interpreted
+def test_cases_without_measurements(
+    initial_run, tmp_path, monkeypatch, other_kernel, setting, everywhere, interpreted
 ):
     tuned = prefer(monkeypatch, "triton")
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1" if interpreted else "")
-    choices = chosen(ready, tmp_path, kernels=setting)
+    choices = choose(initial_run, tmp_path, kernels=setting)
     assert (choices.calls, choices.everywhere, tuned) == ({}, everywhere, [])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Runs on folders of images and masks: what is refused before training, and exact resume."""
+"""Runs on folders of images and masks: refusals before training, and exact resume."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def folder(tmp_path):
     return masks(tmp_path)
 
 
-def refused(message, **changes):
+def assert_refused(message, **changes):
     with pytest.raises(ConfigError, match=message):
         prepare(tiny(**MASKS | changes))
 
@@ -55,22 +55,22 @@ def refused(message, **changes):
         ({"loss": "binary"}, "--config.loss=binary is for classes of whole"),
     ],
 )
-def test_mistakes_are_named_before_training(folder, changes, message):
-    refused(message, **{"data__path": str(folder)} | changes)
+def test_invalid_settings_are_named_before_training(folder, changes, message):
+    assert_refused(message, **{"data__path": str(folder)} | changes)
 
 
-def test_files_that_are_no_pairs_or_have_other_classes_are_named(folder):
+def test_unpaired_files_and_other_classes_are_named(folder):
     Image.fromarray(np.full((72, 96), 7, np.uint8)).save(folder / "test" / "2.png")
-    refused(r"test/2.png has the value 7, .* \[--config.data.path\]", data__path=str(folder))
+    assert_refused(r"test/2.png has the value 7, .* \[--config.data.path\]", data__path=str(folder))
     (folder / "train" / "0.png").unlink()
-    refused(r"0.png are no pair: .* \[--config.data\]", data__path=str(folder))
+    assert_refused(r"0.png are no pair: .* \[--config.data\]", data__path=str(folder))
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_bit_for_bit_as_an_uninterrupted_one(folder, tmp_path_factory):
+def test_interrupted_runs_resume_bit_for_bit(folder, tmp_path_factory):
     settings = MASKS | {"data__path": str(folder)}
-    whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
-    run(whole, **settings)
-    run_in_parts(parts, 2, **settings)
-    assert_same_end(whole, parts, **settings)
-    assert (whole / "segments.png").stat().st_size > 0
+    uninterrupted, interrupted = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
+    run(uninterrupted, **settings)
+    run_in_parts(interrupted, 2, **settings)
+    assert_same_end(uninterrupted, interrupted, **settings)
+    assert (uninterrupted / "segments.png").stat().st_size > 0

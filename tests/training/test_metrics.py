@@ -26,18 +26,18 @@ TORN += [b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}", b'{"step": "1"}']
 
 
 @pytest.mark.parametrize("torn", TORN)
-def test_what_a_crash_has_torn_is_dropped_wherever_it_stands(tmp_path, torn):
+def test_lines_torn_by_a_crash_are_dropped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1, "loss": 1.0}\n' + torn + b'\n{"step": 2, "loss": 2.0}\n{"step": 3, "loss"'
     )
     assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
     write(tmp_path, (3, 4), restored_step=2)
-    write(tmp_path, (3,), restored_step=2)  # what came after the restored step is written anew
+    write(tmp_path, (3,), restored_step=2)  # lines after the restored step are rewritten
     assert path.read_text() == "".join(f'{{"step": {n}, "loss": {n}.0}}\n' for n in (1, 2, 3))
 
 
-def test_events_stand_between_the_metrics_and_apart_from_them(tmp_path):
+def test_events_are_kept_separate_from_metrics(tmp_path):
     with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
         assert writer.last_event is None
         writer.event(0, "start", resumes_from=None)
@@ -50,7 +50,7 @@ def test_events_stand_between_the_metrics_and_apart_from_them(tmp_path):
         assert writer.last_event == start  # and no stop after it: it was killed
 
 
-def test_a_line_that_the_disk_does_not_take_is_written_later(tmp_path, capsys):
+def test_failed_writes_are_repeated_later(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
         writer.write(1, {"loss": 1.0})
@@ -69,11 +69,11 @@ def test_speed_and_remaining_time(monkeypatch):
     progress = Speedometer(total_steps=21, batch_size=8)
     progress.waited(5.0)
     assert progress.at(1) == {}  # the first step pays for compilation
-    whole = {"images_per_second": 16.0, "eta_seconds": 8.0}
-    assert progress.at(5) == whole | {"step_seconds": 0.5, "data_wait": 0.0, "of_best": 1.0}
+    full_speed = {"images_per_second": 16.0, "eta_seconds": 8.0}
+    assert progress.at(5) == full_speed | {"step_seconds": 0.5, "data_wait": 0.0, "of_best": 1.0}
     progress.waited(0.5)
     assert progress.at(9)["data_wait"] == 0.25
-    assert "of_best" not in progress.at(10)  # half a second tells too little
+    assert "of_best" not in progress.at(10)  # half a second is too short for a comparison
     slow = {"images_per_second": 10.0, "eta_seconds": 8.0, "step_seconds": 2.0}
     assert progress.at(11) == slow | {"data_wait": 0.0, "of_best": 0.25}
 
@@ -97,11 +97,11 @@ LINE = "step   7/100  loss 1.5000  accuracy 0.250  lr 1.00e-03  1,234 images/s, 
         ),
     ],
 )
-def test_the_progress_line_tells_the_time_left_and_what_slows_a_run_down(values, end):
+def test_the_progress_line_shows_remaining_time_and_slowdowns(values, end):
     assert progress_line(7, 100, VALUES | values) == LINE + end
 
 
-def test_parameter_table_joins_blocks_and_counts():
+def test_the_parameter_table_joins_blocks():
     block = {"w": np.ones((2, 3))}
     params = {"blocks": {0: block, 1: block}, "head": {"w": np.ones(4)}}
     rows = [line.split() for line in parameter_table(params).splitlines()]

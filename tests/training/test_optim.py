@@ -55,17 +55,17 @@ POLY = {"schedule": "poly", "learning_rate": 5e-5, "warmup_learning_rate": 5e-5 
 
 
 def poly(step, power, end):
-    """A power of the rest of 160k steps."""
+    """A power of the remaining fraction of 160k steps."""
     return end + (5e-5 - end) * (1 - step / 160_000) ** power
 
 
 def in_epoch(epoch):
-    """The first step of an epoch of DeiT's, in which batches cross the ends of epochs."""
+    """The first step of an epoch of DeiT, whose batches cross the ends of epochs."""
     return math.ceil(epoch * 625.5)
 
 
 @pytest.mark.parametrize(
-    ("epochs", "steps_per_epoch", "options", "wanted"),
+    ("epochs", "steps_per_epoch", "options", "expected"),
     [
         pytest.param(
             11,
@@ -129,13 +129,13 @@ def in_epoch(epoch):
         ),
     ],
 )
-def test_a_schedule_is_its_definition(epochs, steps_per_epoch, options, wanted):
+def test_schedules_match_their_definitions(epochs, steps_per_epoch, options, expected):
     rate = jax.jit(jax.vmap(schedule(epochs, steps_per_epoch, **options)))
-    found = rate(np.array([*wanted], np.int32))
-    np.testing.assert_allclose(found, [*wanted.values()], rtol=1e-6, atol=1e-10)
+    result = rate(np.array([*expected], np.int32))
+    np.testing.assert_allclose(result, [*expected.values()], rtol=1e-6, atol=1e-10)
 
 
-def rates_of(epochs, steps_per_epoch, **options):
+def rates_per_step(epochs, steps_per_epoch, **options):
     rate = schedule(epochs, steps_per_epoch, learning_rate=1.0, min_learning_rate=0.1, **options)
     return np.asarray(jax.jit(jax.vmap(rate))(np.arange(epochs * steps_per_epoch + 1)))
 
@@ -152,33 +152,33 @@ def rates_of(epochs, steps_per_epoch, **options):
         (4, {"warmup_epochs": 5.0, "schedule_step": "late_epoch"}, (1.0, 0.0)),  # whole epochs
     ],
 )
-def test_a_warmup_and_a_cooldown_that_do_not_fit_become_a_tenth(curve, epochs, ends, fit, capsys):
-    found = rates_of(epochs, 20, **ends, schedule=curve)
+def test_too_long_warmups_and_cooldowns_become_a_tenth(curve, epochs, ends, fit, capsys):
+    shortened = rates_per_step(epochs, 20, **ends, schedule=curve)
     assert f"cooldown do not fit into a run of {epochs}: they" in capsys.readouterr().err
     ends = ends | {"warmup_steps": None, "warmup_epochs": fit[0], "cooldown_epochs": fit[1]}
-    np.testing.assert_array_equal(found, rates_of(epochs, 20, **ends, schedule=curve))
+    np.testing.assert_array_equal(shortened, rates_per_step(epochs, 20, **ends, schedule=curve))
     assert not capsys.readouterr().err
 
 
-def test_a_warmup_and_a_cooldown_that_just_fit_stay_as_they_are(capsys):
-    """To the bit, with a single step between them."""
+def test_fitting_warmups_and_cooldowns_are_kept(capsys):
+    """They are kept to the bit, with a single step between them."""
     options = {"warmup_epochs": 4.0, "cooldown_epochs": 2.9, "warmup_learning_rate": 0.01}
     cosine = optax.cosine_decay_schedule(1.0, 1, 0.1)
-    wanted = [0.01 + (1 - 0.01) * jnp.float32(step) / 40 for step in range(40)]
-    wanted += [cosine(jnp.int32(step)) for step in range(31)]
+    expected = [0.01 + (1 - 0.01) * jnp.float32(step) / 40 for step in range(40)]
+    expected += [cosine(jnp.int32(step)) for step in range(31)]
     rate = schedule(7, 10, learning_rate=1.0, min_learning_rate=0.1, **options)
-    assert [float(rate(step)) for step in range(71)] == [float(x) for x in wanted]
+    assert [float(rate(step)) for step in range(71)] == [float(x) for x in expected]
     assert not capsys.readouterr().err
 
 
 def parameters(model, **options):
-    """Those of a model, as shapes."""
+    """The parameters of a model, as shapes."""
     create = lambda: rope_jax.create_model(model, **options)
     return nnx.state(nnx.eval_shape(create), nnx.Param)
 
 
 @pytest.mark.parametrize("position", ["ape", "rpb", "rope_mixed", "lape(ape)", "rope_mixed+ape"])
-def test_only_matrices_are_decayed_and_schemes_are_exempt(position):
+def test_only_matrices_outside_of_schemes_are_decayed(position):
     params = parameters("deit3_ti16", position=position, depth=1)
     mask = dict(named_leaves(optim.decay_mask(params)))
     decayed = {name for name, decay in mask.items() if decay}
@@ -233,14 +233,14 @@ VECTORS = ("blocks.norm1.scale", "blocks.attn.qkv.bias", "position.parts.0.scale
     ],
     ids=["declared", "vectors", "nothing", "norms"],
 )
-def test_what_is_exempt_from_decay(model, exempt, decayed, not_decayed):
+def test_exemptions_from_decay(model, exempt, decayed, not_decayed):
     name, options = model
     mask = dict(named_leaves(optim.decay_mask(parameters(name, **options), exempt)))
     assert all(mask[name] for name in decayed)
     assert not any(mask[name] for name in not_decayed)
 
 
-def test_lamb_scales_each_layer_of_a_bias_table_that_is_decayed():
+def test_lamb_scales_layers_of_decayed_bias_tables():
     layered = optim.stacked(parameters("deit_ti16", position="rpb(decay=True)", depth=2))
     assert layered["position"]["offsets"]
     assert not layered["class_token"]
@@ -250,8 +250,8 @@ def variables(**values):
     """Parameters with their metadata: name=(value, metadata)."""
     return nnx.State(
         {
-            name: nnx.Param(jax.device_put(np.float32(value)), **says)
-            for name, (value, says) in values.items()
+            name: nnx.Param(jax.device_put(np.float32(value)), **metadata)
+            for name, (value, metadata) in values.items()
         }
     )
 
@@ -266,7 +266,7 @@ def small():
 
 
 def random_gradients():
-    """Of three steps of the small parameters."""
+    """Gradients of three steps of the small parameters."""
     draw, shapes = np.random.default_rng(1).normal, nnx.to_pure_dict(small())
     return [{name: draw(size=leaf.shape) for name, leaf in shapes.items()} for _ in range(3)]
 
@@ -282,27 +282,27 @@ def train_steps(options, params, gradients, rate=0.1):
     return values
 
 
-@pytest.mark.parametrize("whole", [lambda shape: True, lambda shape: len(shape) < 2])
-def test_clipping_scales_all_gradients_by_one_factor(whole):
-    """Joined or not, and more of them than are joined at a time."""
+@pytest.mark.parametrize("joined", [lambda shape: True, lambda shape: len(shape) < 2])
+def test_clipping_scales_all_gradients_equally(joined):
+    """Gradients are joined or not, and more than are joined at a time."""
     draw = np.random.default_rng(0).normal
     shapes = [(3, 4), (5,), *[()] * 100, (2, 3, 2)]
     gradients = {f"{i:03}": np.asarray(draw(size=x), np.float32) for i, x in enumerate(shapes)}
     norm = math.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in gradients.values()))
     assert float(jax.jit(optim.global_norm)(gradients)) == pytest.approx(norm, rel=1e-6)
 
-    clip = optim.clip_by_global_norm(norm / 2, whole)
+    clip = optim.clip_by_global_norm(norm / 2, joined)
     clipped = jax.jit(lambda gradients: clip.update(gradients, clip.init(gradients))[0])
-    for name, found in clipped(gradients).items():
-        np.testing.assert_allclose(found, gradients[name] / 2, rtol=1e-6)
-    small = {name: gradient / 4 for name, gradient in gradients.items()}
+    for name, gradient in clipped(gradients).items():
+        np.testing.assert_allclose(gradient, gradients[name] / 2, rtol=1e-6)
+    small = {name: original / 4 for name, original in gradients.items()}
     jax.tree.map(np.testing.assert_array_equal, clipped(small), small)
     # As in checkpoints of runs that were clipped by optax.
     assert clip.init(gradients) == optax.clip_by_global_norm(1.0).init(gradients)
 
 
-def test_lamb_is_its_definition():
-    """In float64 NumPy: clip, Adam with corrected moments, decay, ratio of norms if decayed."""
+def test_lamb_matches_its_definition():
+    """In float64: clip, Adam with corrected moments, decay, norm ratio if decayed."""
     params, gradients = small(), random_gradients()
     values = {name: np.float64(value) for name, value in nnx.to_pure_dict(params).items()}
     mean, square = (
@@ -332,14 +332,14 @@ def test_lamb_is_its_definition():
         np.testing.assert_allclose(after[name], values[name], rtol=2e-5, atol=2e-6)
 
 
-def test_lamb_moves_a_tensor_of_zeros():
+def test_lamb_updates_zero_tensors():
     params = variables(kernel=(np.zeros((2, 2)), {}))
     after = train_steps({"name": "lamb"}, params, [{"kernel": np.ones((2, 2))}])
     np.testing.assert_allclose(after["kernel"], -0.1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_is_its_definition(nesterov):
+def test_sgd_matches_its_definition(nesterov):
     params, gradients = small(), random_gradients()
     value = np.float64(params["kernel"][...])
     momentum = np.zeros_like(value)
@@ -365,7 +365,7 @@ def rates(model, position, last_norm="head", **options):
 
 PLAIN = ("deit_ti16", "rope_mixed+ape", {"depth": 3})
 STAGES = ("swin_t", "rpb", {"depths": (1, 1, 2, 1)})
-# Where tables of layers differ in shape, each is a parameter of its own.
+# Tables of layers that differ in shape are separate parameters.
 WINDOWS = (
     "vit_s16",
     "decomposed",
@@ -394,7 +394,7 @@ def tiny_digits(position, **options):
 
 
 @pytest.mark.parametrize(
-    ("model", "scan", "wanted"),
+    ("model", "scan", "expected"),
     [
         (PLAIN, False, OF_PLAIN),
         (PLAIN, True, OF_PLAIN),
@@ -410,7 +410,7 @@ def tiny_digits(position, **options):
             )
             for name in ("peg", "gpe", "ape")
         ),
-        # Its scale has an axis of channels alone, as many as there are layers.
+        # Its scale has only an axis of channels, as many as there are layers.
         (
             tiny_digits("lape(ape,join=shared_norm)", depth=4, width=4),
             False,
@@ -432,23 +432,23 @@ def tiny_digits(position, **options):
         ),
     ],
 )
-def test_layer_decay_follows_the_depth(model, scan, wanted):
-    """All rates of the parameters that a pattern finds, each once, in the order of the layers."""
+def test_layer_decay_follows_the_depth(model, scan, expected):
+    """Patterns match parameters; their unique rates are compared in the order of the layers."""
     name, position, options = model
-    found = rates(name, position, **options, scan_layers=scan)
-    for pattern, values in wanted.items():
-        matching = [np.ravel(rate) for name, rate in found.items() if re.search(pattern, name)]
+    factors = rates(name, position, **options, scan_layers=scan)
+    for pattern, values in expected.items():
+        matching = [np.ravel(rate) for name, rate in factors.items() if re.search(pattern, name)]
         assert [*dict.fromkeys(np.concatenate(matching).tolist())] == values, pattern
 
 
-def test_rates_of_stacked_layers_broadcast_over_all_axes_but_theirs():
+def test_rates_of_stacked_layers_broadcast():
     name, position, options = PLAIN
-    found = rates(name, position, **options, scan_layers=True)
-    assert found["blocks.attn.qkv.kernel"].shape == (3, 1, 1)
+    factors = rates(name, position, **options, scan_layers=True)
+    assert factors["blocks.attn.qkv.kernel"].shape == (3, 1, 1)
 
 
-def test_the_last_norm_has_the_rate_of_the_head_or_of_the_last_block():
-    """Of all parameters, nothing else changes; timm counts the norm with the last block."""
+def test_the_last_norm_has_the_rate_of_head_or_last_block():
+    """No other parameter changes; timm counts the norm with the last block."""
     for model, options in (("deit_ti16", {"depth": 3}), ("swin_t", {"depths": (1, 1, 1, 1)})):
         with_head = rates(model, "none", **options)
         with_block = rates(model, "none", last_norm="block", **options)
@@ -459,7 +459,7 @@ def test_the_last_norm_has_the_rate_of_the_head_or_of_the_last_block():
 
 
 class Pyramid(nnx.Module):
-    """A backbone of your own: its modules have other names than those here."""
+    """A custom backbone, whose modules have other names than those of the package."""
 
     def __init__(self, depths, *, scan):
         self.rngs = rngs = nnx.Rngs(0)
@@ -478,14 +478,14 @@ class Pyramid(nnx.Module):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_layer_decay_follows_what_a_backbone_of_your_own_declares(scan):
+def test_layer_decay_follows_declarations_of_custom_backbones(scan):
     params = nnx.state(Pyramid((1, 2), scan=scan), nnx.Param)
-    found = dict(named_leaves(optim.layer_rates(params, 0.5)))
-    layers = [x for name, x in found.items() if re.match(r"levels.1.layers.*kernel", name)]
+    factors = dict(named_leaves(optim.layer_rates(params, 0.5)))
+    layers = [x for name, x in factors.items() if re.match(r"levels.1.layers.*kernel", name)]
     assert np.concatenate([np.ravel(x) for x in layers]).tolist() == [0.25, 0.5]
-    assert np.ravel(found["levels.0.merge.kernel"]).tolist() == [0.125]
-    assert (found["tokenizer.kernel"], found["levels.1.merge.kernel"]) == (0.0625, 0.5)
-    assert found["classify.kernel"] == found["final.scale"] == 1.0
+    assert np.ravel(factors["levels.0.merge.kernel"]).tolist() == [0.125]
+    assert (factors["tokenizer.kernel"], factors["levels.1.merge.kernel"]) == (0.0625, 0.5)
+    assert factors["classify.kernel"] == factors["final.scale"] == 1.0
     assert dict(named_leaves(optim.layer_rates(params, 0.5, "block")))["final.scale"] == 0.5
 
 
@@ -502,9 +502,9 @@ def test_layer_decay_follows_what_a_backbone_of_your_own_declares(scan):
         ),
     ],
 )
-def test_what_is_beside_the_blocks_has_the_rate_of_the_head(model, options, names):
-    found = rates(model, "none", **{"depth": 2, "width": 24, "heads": 3} | options)
-    with_head = {name.split(".")[0] for name, rate in found.items() if np.all(rate == 1)}
+def test_parameters_outside_of_blocks_have_the_rate_of_the_head(model, options, names):
+    factors = rates(model, "none", **{"depth": 2, "width": 24, "heads": 3} | options)
+    with_head = {name.split(".")[0] for name, rate in factors.items() if np.all(rate == 1)}
     assert with_head - {"norm", "head"} == names
 
 
@@ -536,7 +536,7 @@ def test_layer_decay_scales_steps_and_weight_decay():
 
 
 @pytest.mark.parametrize("in_steps", [False, True])
-def test_the_rate_of_detection_falls_by_ten_at_its_milestones(in_steps):
+def test_step_schedules_divide_by_ten_at_milestones(in_steps):
     steps_per_epoch = 7.3
     milestones = (197.0, 241.0) if in_steps else (27.0, 33.0)
     options = OptimConfig(
@@ -544,13 +544,13 @@ def test_the_rate_of_detection_falls_by_ten_at_its_milestones(in_steps):
     )
     options = optim.in_epochs(options, steps_per_epoch if in_steps else None)
     rate = optim.learning_rate_schedule(options, epochs=36.0, steps_per_epoch=steps_per_epoch)
-    found = [float(rate(step)) for step in (0, 196, 197, 240, 241, 262)]
-    np.testing.assert_allclose(found, [1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6], rtol=1e-5)
+    values = [float(rate(step)) for step in (0, 196, 197, 240, 241, 262)]
+    np.testing.assert_allclose(values, [1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6], rtol=1e-5)
     with pytest.raises(ValueError, match="needs milestones"):
         schedule(36, 10, schedule="step")
 
 
-def test_the_backbone_of_a_dense_model_has_a_rate_of_its_own():
+def test_backbones_of_dense_models_have_a_separate_rate():
     name, position, options = DENSE
     params = parameters(name, position=position, **options)
     factors = dict(named_leaves(optim.backbone_rates(params, 0.1)))

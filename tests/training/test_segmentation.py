@@ -1,4 +1,4 @@
-"""Runs with a head: trained, interrupted, of several seeds, evaluated, loaded, started from."""
+"""Runs with a head: training, interruption, several seeds, evaluation, loading, `init_from`."""
 
 from unittest import mock
 
@@ -20,7 +20,7 @@ from tests.training.recipe import (
     logits,
     run,
     run_in_parts,
-    started,
+    start_from,
     tiny,
 )
 
@@ -84,76 +84,80 @@ def finished(request, tmp_path_factory):
     return workdir, settings
 
 
-def rows_of(workdir):
+def read_rows(workdir):
     return read_results(workdir)["eval"]
 
 
-def test_the_loaded_model_scores_what_the_run_reported(finished):
+def test_the_loaded_model_has_the_scores_of_the_run(finished):
     """Mean IoU by its definition, from the classes of all pixels of the test scenes."""
     workdir, settings = finished
     model, config = rope_jax.load_checkpoint(str(workdir))
     assert (model.head_notation, model.class_names[1]) == (settings["model__head"], "0")
-    rows = rows_of(workdir)
+    rows = read_rows(workdir)
     assert [row["resolution"] for row in rows] == [[16, 16], [12, 20]]
     assert (workdir / "accuracy.png").stat().st_size > 0
     row = rows[1]
     images = data.load("scenes", split="test", image_size=(12, 20))
     x = (images.images / np.float32(255) - config.data.mean) / config.data.std
-    found = logits(model, x.astype(np.float32)).argmax(-1)
-    # [classes, ...]: the pixels that are found and that are there.
-    predicted, there = (x == np.arange(11)[:, None, None, None] for x in (found, images.labels))
-    both, union = (x.sum((1, 2, 3)) for x in (predicted & there, predicted | there))
-    iou = [int(a) / int(b) if b else None for a, b in zip(both, union, strict=True)]
+    classes = logits(model, x.astype(np.float32)).argmax(-1)
+    # [classes, ...]: the predicted and the true pixels.
+    predicted, present = (x == np.arange(11)[:, None, None, None] for x in (classes, images.labels))
+    intersection, union = (x.sum((1, 2, 3)) for x in (predicted & present, predicted | present))
+    iou = [int(a) / int(b) if b else None for a, b in zip(intersection, union, strict=True)]
     assert row["iou"] == pytest.approx(iou, abs=1e-12)
     assert row["miou"] == pytest.approx(np.mean([x for x in iou if x is not None]), abs=1e-12)
-    assert row["accuracy"] == pytest.approx((found == images.labels).mean(), abs=1e-12)
+    assert row["accuracy"] == pytest.approx((classes == images.labels).mean(), abs=1e-12)
     assert row["count"] == 12
 
 
-def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished):
+def test_interrupted_runs_resume_bit_for_bit(tmp_path, finished):
     workdir, settings = finished
     run_in_parts(tmp_path, 2, **settings)
     assert_same_end(tmp_path, workdir, **settings)
     four_maps = settings["model__head"].startswith(("upernet", "mask2former"))
-    # Of the batch norm between a ViT and such heads.
+    # The statistics of the batch norm between a ViT and such heads.
     assert ("stats" in final_state(tmp_path, **settings)) == four_maps
 
 
 @pytest.mark.parametrize("classes", [10, 12])
-def test_a_run_has_as_many_classes_as_the_images(classes):
+def test_the_number_of_classes_must_match_the_images(classes):
     with pytest.raises(ConfigError, match=f"{classes}, but scenes has 11 .* of pixels: use 11, or"):
         prepare(tiny(**HEADS["linear"] | {"model__num_classes": classes}))
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_a_classifier_or_from_the_backbone_of_another_head(tmp_path, capsys):
+def test_runs_start_from_a_classifier_or_another_backbone(tmp_path, capsys):
     plain = {"model__options": UPERNET["model__options"], "model__position": "rope_mixed"}
     run(tmp_path, epochs=0.1, eval__resolutions=(), **plain)  # digits of 8 x 8 pixels
     trained = rope_jax.load_checkpoint(str(tmp_path))[0]
     changes = UPERNET | {"model__num_classes": 11, "data__image_size": (16, 16)}
-    model = started(tmp_path, **changes)
+    model = start_from(tmp_path, **changes)
     kernel = trained.blocks.attn.qkv.kernel[...]
     np.testing.assert_array_equal(model.backbone.blocks.attn.qkv.kernel[...], kernel)
-    found = capsys.readouterr().out
-    assert "weights of a classifier: new neck, head, not used head.bias, head.kernel, norm" in found
+    output = capsys.readouterr().out
+    assert (
+        "weights of a classifier: new neck, head, not used head.bias, head.kernel, norm" in output
+    )
     saved = tmp_path / "upernet"
     rope_jax.save_pretrained(model, saved)
     with pytest.raises(ConfigError, match="with the head 'upernet', and this model is a classifi"):
-        started(saved, **plain)
-    other = started(saved, **changes | {"model__head": "linear"})
+        start_from(saved, **plain)
+    other = start_from(saved, **changes | {"model__head": "linear"})
     np.testing.assert_array_equal(other.backbone.blocks.attn.qkv.kernel[...], kernel)
     assert "weights of a model with the head 'upernet': new norm, head" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_several_seeds_are_each_as_if_alone(tmp_path):
-    # Adam would turn the rounding of gradients near 0 into whole steps.
+def test_several_seeds_match_separate_runs(tmp_path):
+    # Adam would amplify the rounding of gradients near 0 to full steps.
     common = UPERNET | {"data__on_device": True, "optim__name": "sgd", "optim__learning_rate": 0.1}
-    both, alone = common | {"seeds": 2}, common | {"seed": 1}
-    run(tmp_path / "both", **both)
+    joint, alone = common | {"seeds": 2}, common | {"seed": 1}
+    run(tmp_path / "both", **joint)
     run(tmp_path / "alone", **alone)
-    second = seeds.split(final_state(tmp_path / "both", **both), 2)[1]
+    second = seeds.split(final_state(tmp_path / "both", **joint), 2)[1]
     other = final_state(tmp_path / "alone", **alone)
-    close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6)
+    close = lambda result, reference: np.testing.assert_allclose(
+        result, reference, rtol=0, atol=5e-6
+    )
     jax.tree.map(close, second, other)
-    assert [row["seed"] for row in rows_of(tmp_path / "both")] == [0, 1, 0, 1]
+    assert [row["seed"] for row in read_rows(tmp_path / "both")] == [0, 1, 0, 1]

@@ -24,8 +24,8 @@ with stop_signals() as signals:
 
 
 @pytest.mark.process
-def test_a_blocked_main_thread_is_ended_by_the_second_signal_but_no_closed_terminal():
-    """As in a collective operation of which another process has no part."""
+def test_the_second_signal_ends_a_blocked_main_thread():
+    """Simulates a collective operation that another process never joins; SIGHUP does not end it."""
     with subprocess.Popen([sys.executable, "-c", _BLOCKED], stdout=subprocess.PIPE) as blocked:
         blocked.stdout.readline()
         try:
@@ -59,7 +59,7 @@ def test_sighup_stays_ignored_under_nohup():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_wait_that_may_last_for_ever_ends_with_a_signal(monkeypatch):
+def test_signals_end_endless_waits(monkeypatch):
     with stop_signals() as stopping:
         stopping.at_once = False
         stopping.waiting(1)
@@ -67,7 +67,7 @@ def test_a_wait_that_may_last_for_ever_ends_with_a_signal(monkeypatch):
         with pytest.raises(Interrupted) as caught:
             stopping.waiting(2)
         assert not caught.value.alone
-        monkeypatch.setattr(jax, "process_count", lambda: 2)  # who cannot save together
+        monkeypatch.setattr(jax, "process_count", lambda: 2)  # which cannot save together
         stopping.waiting(30)  # the signal has only just come
         now = time.monotonic()
         monkeypatch.setattr(signals.time, "monotonic", lambda: now + 30)
@@ -77,13 +77,13 @@ def test_a_wait_that_may_last_for_ever_ends_with_a_signal(monkeypatch):
         assert caught.value.alone
 
 
-def test_a_signal_ends_at_once_what_has_nothing_to_save():
+def test_signals_end_a_run_without_state_immediately():
     with pytest.raises(Interrupted, match="SIGUSR1") as caught, stop_signals():
         signal.raise_signal(signal.SIGUSR1)
     assert not caught.value.saved
 
 
-def test_a_profile_is_asked_for_once():
+def test_a_profile_is_requested_once():
     with stop_signals() as stopping:
         signal.raise_signal(signal.SIGUSR2)
         assert stopping.profile_wanted()
@@ -91,7 +91,7 @@ def test_a_profile_is_asked_for_once():
         stopping()
 
 
-def test_handlers_are_those_of_before_and_threads_have_none():
+def test_handlers_are_restored_and_absent_in_threads():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
     def handlers():

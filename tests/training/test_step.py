@@ -21,7 +21,7 @@ from rope_jax.training.setup import check_batch_size, initial_state, prepare, tr
 from rope_jax.training.signals import Signals
 from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
-from tests.training.recipe import CEIT, replaced, tiny
+from tests.training.recipe import CEIT, replace_settings, tiny
 
 AUGMENT = "crop(pad=1)+erase(p=0.5)"
 
@@ -33,7 +33,7 @@ def start(**changes):
 
 
 def advance(run, state, step, first, last):
-    """The state after steps first to last (the given one stays), and the metrics of the last."""
+    """The state after steps first to last (the argument is kept), and the metrics of the last."""
     state = jax.tree.map(jnp.copy, state)
     batches, resident = training_batches(run, first)
     for _ in range(first, last):
@@ -43,37 +43,39 @@ def advance(run, state, step, first, last):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_resumed_run_meets_the_same_augmentations_bit_for_bit(on_device):
-    """Also if the set is moved to the device in between."""
+def test_augmentations_resume_bit_for_bit(on_device):
+    """Also if the set moves to the device in between."""
     run, state, step = start(data__augment=AUGMENT, mix__mixup=0.8, mix__cutmix=1.0)
-    again = dataclasses.replace(run, config=replaced(run.config, "data", on_device=on_device))
+    again = dataclasses.replace(
+        run, config=replace_settings(run.config, "data", on_device=on_device)
+    )
     middle, _ = advance(run, state, step, 0, 2)
-    whole, _ = advance(run, state, step, 0, 4)
+    uninterrupted, _ = advance(run, state, step, 0, 4)
     resumed, _ = advance(again, middle, step, 2, 4)
-    assert tree_hash(resumed) == tree_hash(whole)
+    assert tree_hash(resumed) == tree_hash(uninterrupted)
 
 
 @pytest.mark.parametrize(
     ("repeats", "augment"),
     [(1, "crop(pad=2)+flip(p=0.3)"), (3, "resized_crop(interpolation=random)+flip(p=0.3)")],
 )
-def test_a_set_on_the_device_gives_the_same_batches(repeats, augment):
+def test_sets_on_the_device_give_equal_batches(repeats, augment):
     run, _ = prepare(tiny(data__augment=augment, data__on_device=True, data__repeats=repeats))
     places, resident = training_batches(run, 10)  # across the border of an epoch
     batches = data.batches(
         run.images, batch_size=120, seed=0, start_step=10, augment=augment, repeats=repeats
     )
-    made = jax.jit(lambda batch: take(*resident["set"], batch, augment))
+    make_batch = jax.jit(lambda batch: take(*resident["set"], batch, augment))
     for _ in range(4):
-        wanted = next(batches)
-        found = made(next(places))
-        for name in wanted:
-            np.testing.assert_array_equal(found[name], wanted[name])
-            assert found[name].dtype == wanted[name].dtype
+        expected = next(batches)
+        result = make_batch(next(places))
+        for name in expected:
+            np.testing.assert_array_equal(result[name], expected[name])
+            assert result[name].dtype == expected[name].dtype
 
 
 @pytest.mark.parametrize("changes", [{"ema_decay": 0.9}, CEIT], ids=["ViT", "batch statistics"])
-def test_the_step_follows_the_gradient_and_keeps_averages_and_statistics(changes):
+def test_the_step_matches_a_reference(changes):
     by_gradient = {"optim__name": "sgd", "optim__learning_rate": 0.1, "optim__warmup_epochs": 0.0}
     run, model = prepare(tiny(**changes | by_gradient))
     state = initial_state(run, model)
@@ -87,44 +89,55 @@ def test_the_step_follows_the_gradient_and_keeps_averages_and_statistics(changes
             model = nnx.merge(graph, params, rest)
             images = normalise(batch["image"], run.config.data.mean, run.config.data.std)
             logits = model(images, train=True, key=jax.random.key(0))  # one block: no drop path
-            chosen = jax.nn.log_softmax(logits)[jnp.arange(120), batch["label"]]
-            return -chosen.mean(), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+            likelihoods = jax.nn.log_softmax(logits)[jnp.arange(120), batch["label"]]
+            return -likelihoods.mean(), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
-        found, gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        loss_and_stats, gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
         updates, _ = run.optimizer.update(gradients, state["opt"], state["params"])
-        return found, optax.tree.norm(gradients), optax.apply_updates(state["params"], updates)
+        return (
+            loss_and_stats,
+            optax.tree.norm(gradients),
+            optax.apply_updates(state["params"], updates),
+        )
 
     (loss, stats), norm, params = reference(state)
-    close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-6)
+    assert_close = lambda result, expected: np.testing.assert_allclose(
+        result, expected, rtol=1e-7, atol=1e-6
+    )
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    jax.tree.map(close, new["params"], params)
+    jax.tree.map(assert_close, new["params"], params)
     average = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["params"], params)
-    jax.tree.map(close, new["ema"], average)
-    jax.tree.map(close, new.get("stats", {}), stats)
+    jax.tree.map(assert_close, new["ema"], average)
+    jax.tree.map(assert_close, new.get("stats", {}), stats)
     assert tree_hash(new["params"]) != tree_hash(state["params"])
 
 
-def test_parts_give_the_gradient_of_the_whole():
-    whole, in_parts = (advance(*start(accumulate=parts), 0, 3) for parts in (1, 4))
-    assert in_parts[1] == pytest.approx(whole[1], rel=1e-5)
+def test_accumulated_parts_match_the_whole_batch():
+    single, in_parts = (advance(*start(accumulate=parts), 0, 3) for parts in (1, 4))
+    assert in_parts[1] == pytest.approx(single[1], rel=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
-    jax.tree.map(close, in_parts[0], whole[0])
+    jax.tree.map(close, in_parts[0], single[0])
 
 
-def test_a_state_is_evaluated_anew_when_other_weights_are_asked_for(tmp_path):
+def test_requesting_other_weights_repeats_the_evaluation(tmp_path):
     run, state, _ = start(ema_decay=0.9, eval__resolutions=())
     state["ema"] = jax.tree.map(jnp.zeros_like, state["params"])
-    for averaged, told in ((True, "averaged weights (EMA)"), (False, "weights of the last step")):
-        asked = dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged))
+    for averaged, description in (
+        (True, "averaged weights (EMA)"),
+        (False, "weights of the last step"),
+    ):
+        changed_run = dataclasses.replace(
+            run, config=replace_settings(run.config, "eval", ema=averaged)
+        )
         with Run.open(tmp_path, "train") as opened:
-            rope_jax.runs.run.finish(asked, state, opened, Signals())
+            rope_jax.runs.run.finish(changed_run, state, opened, Signals())
         (row,) = read_results(tmp_path)["eval"]
-        assert row["protocol"].endswith(told)
+        assert row["protocol"].endswith(description)
 
 
 def test_mixing_ends_after_its_last_epoch():
-    """The second epoch begins with step 12; before, mixing gives another loss."""
+    """The second epoch begins with step 12; before that, mixing changes the loss."""
     plain_run, state, plain = start()
     _, _, mixed = start(mix__cutmix=1.0, mix__off_epoch=1.0)
     for first, equal in ((0, False), (12, True)):
@@ -134,7 +147,7 @@ def test_mixing_ends_after_its_last_epoch():
         assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == equal
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused():
+def test_indivisible_batches_are_refused():
     message = "=100 cannot be divided over 8 devices; use 96 or 104, or fewer devices"
     with pytest.raises(ConfigError, match=message):
         check_batch_size(100, devices=8)
@@ -171,12 +184,12 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
         ),
     ],
 )
-def test_mistakes_name_what_to_change(changes, message):
+def test_invalid_settings_are_refused_with_advice(changes, message):
     with pytest.raises(ConfigError, match=message):
         prepare(tiny(**changes))
 
 
-def test_a_cooldown_is_compared_with_the_steps_that_replace_the_epochs(capsys):
+def test_cooldowns_are_checked_against_the_steps(capsys):
     for steps, fits in ((40, True), (6, False)):
         setup, _ = prepare(tiny(epochs=1.0, steps=steps, optim__cooldown_epochs=2.0))
         assert setup.total_steps == steps

@@ -37,7 +37,7 @@ def photographs(tmp_path_factory):
     return place
 
 
-def streamed(place):
+def folder_settings(place):
     return {
         "data__source": "folder",
         "data__path": str(place),
@@ -50,12 +50,12 @@ def streamed(place):
     }
 
 
-def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
+def test_runs_on_files_resume_bit_for_bit_and_record_protocols(
     photographs, tmp_path, monkeypatch, capsys
 ):
-    changes = streamed(photographs) | {"eval__frames": ("centre(crop=1.0)",)}
+    changes = folder_settings(photographs) | {"eval__frames": ("centre(crop=1.0)",)}
     with monkeypatch.context() as patch:
-        patch.setattr(report, "SLOW_DATA", -1.0)  # advice at the first line, and not again
+        patch.setattr(report, "SLOW_DATA", -1.0)  # advice at the first line only
         run(tmp_path / "whole", **changes)
     advice = rf"wait for images, which no worker processes .*--config.data.workers={cores()} "
     assert len(re.findall(advice, capsys.readouterr().out)) == 1
@@ -71,17 +71,17 @@ def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
     assert tree_hash(states[0]) == tree_hash(states[1])
 
 
-def test_a_run_does_not_resume_on_other_pixels_of_the_same_names(photographs, tmp_path):
+def test_changed_pixels_are_refused_on_resume(photographs, tmp_path):
     place, workdir = tmp_path / "images", tmp_path / "run"
     shutil.copytree(photographs, place)
-    changes = streamed(place) | {"eval__resolutions": ()}
+    changes = folder_settings(place) | {"eval__resolutions": ()}
     setup, model = prepare(tiny(**changes))
-    state, about = initial_state(setup, model), setup.about()
-    earlier = {name: text.partition(", content")[0] for name, text in about["data"].items()}
-    assert earlier != about["data"]
-    for step, fingerprint in enumerate((earlier, about["data"])):
+    state, metadata = initial_state(setup, model), setup.about()
+    earlier = {name: text.partition(", content")[0] for name, text in metadata["data"].items()}
+    assert earlier != metadata["data"]
+    for step, fingerprint in enumerate((earlier, metadata["data"])):
         with Checkpoints(workdir / "checkpoints") as checkpoints:
-            checkpoints.save(step, state, about=about | {"data": fingerprint})
+            checkpoints.save(step, state, about=metadata | {"data": fingerprint})
         assert final_state(workdir, **changes) is not None
     shutil.rmtree(place / "train")
     shutil.copytree(photographs / "train", place / "train")
@@ -95,7 +95,7 @@ def test_a_run_does_not_resume_on_other_pixels_of_the_same_names(photographs, tm
 def test_results_on_other_images_are_not_reused(photographs, tmp_path, monkeypatch):
     place, workdir = tmp_path / "images", tmp_path / "run"
     shutil.copytree(photographs, place)
-    config = run(workdir, **streamed(place) | {"eval__resolutions": (), "epochs": 0.4})
+    config = run(workdir, **folder_settings(place) | {"eval__resolutions": (), "epochs": 0.4})
     results = lambda: evaluate.read_results(workdir)["eval"]
     evaluations = lambda: evaluate.read_evaluations(workdir / "evaluations.json")
     evaluate_command.main([str(workdir)])
@@ -113,8 +113,8 @@ def test_results_on_other_images_are_not_reused(photographs, tmp_path, monkeypat
         rope_jax.runs.run.train(config, workdir, resume_override=["images"])
 
 
-def test_bad_files(photographs, tmp_path):
-    changes = streamed(photographs)
+def test_bad_files_are_errors_or_skipped(photographs, tmp_path):
+    changes = folder_settings(photographs)
     bad = photographs / "train" / "class0" / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff")
     try:
@@ -126,23 +126,23 @@ def test_bad_files(photographs, tmp_path):
         bad.unlink()
 
 
-def test_packed_images_say_how_and_mean_the_same_in_both_splits(photographs, tmp_path):
+def test_packed_splits_must_agree_and_state_their_protocol(photographs, tmp_path):
     for split in ("train", "test"):
         pack(Folder(str(photographs), split), tmp_path, side=14)
-    changes = streamed(photographs) | {"data__source": "packed", "data__path": str(tmp_path)}
+    changes = folder_settings(photographs) | {"data__source": "packed", "data__path": str(tmp_path)}
     prepared, _ = prepare(tiny(**changes))
-    told = (
+    protocol = (
         "centre(crop=0.875) of each image, resized whole and with antialiasing; images packed "
         "beforehand: short side at most 14 (bicubic); weights of the"
     )
-    (how,) = evaluate.protocols(prepared)
-    assert how.startswith(told)
-    about = json.loads((tmp_path / "test" / "about.json").read_text())
+    (actual,) = evaluate.protocols(prepared)
+    assert actual.startswith(protocol)
+    metadata = json.loads((tmp_path / "test" / "about.json").read_text())
     for names, words in (
         (["class0", "cat", "class2"], "label 1 is 'class1' .* 'cat' .*3 and 3 "),
         (["class0", "class1", "class2", "class3"], "label 3 is None .* 'class3' .*3 and 4 "),
     ):
-        (tmp_path / "test" / "about.json").write_text(json.dumps(about | {"class_names": names}))
+        (tmp_path / "test" / "about.json").write_text(json.dumps(metadata | {"class_names": names}))
         with pytest.raises(ConfigError, match=words + r".*\[--config.data.path\]"):
             prepare(tiny(**changes))
 
@@ -158,4 +158,4 @@ def test_packed_images_say_how_and_mean_the_same_in_both_splits(photographs, tmp
 )
 def test_impossible_settings_name_their_flag(photographs, change, flag):
     with pytest.raises(ConfigError, match=flag):
-        prepare(tiny(**streamed(photographs) | change))
+        prepare(tiny(**folder_settings(photographs) | change))

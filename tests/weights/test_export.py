@@ -7,13 +7,13 @@ import pytest
 
 import rope_jax
 from rope_jax.commands import export as export_model
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 
 pytest.importorskip(
     "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
 )
 
-# What a reader of the file needs: jax and numpy.
+# A program that reads the file with only jax and numpy.
 ALONE = """
 import pathlib, sys
 import jax, jax.export, numpy as np
@@ -41,7 +41,7 @@ def small(name, **options):
     ],
 )
 def test_the_program_runs_without_the_package(name, options, tmp_path):
-    """For any number of images."""
+    """The program takes any number of images."""
     images = np.random.default_rng(0).standard_normal((3, 32, 64, 3)).astype(np.float32)
     files = [tmp_path / name for name in ("model.bin", "images.npy", "program.npy")]
     np.save(files[1], images)
@@ -54,7 +54,7 @@ def test_the_program_runs_without_the_package(name, options, tmp_path):
     np.testing.assert_allclose(np.load(files[2]), jax.jit(model)(images), atol=1e-5)
 
 
-def test_what_is_exported_stays_as_it_was(tmp_path):
+def test_exporting_does_not_change_the_model(tmp_path):
     model = small("deit_ti16", depth=1, width=24, heads=2)
     before = model.position.embedding.shape
     rope_jax.export(model, tmp_path / "model.bin", resolution=64, batch=2, platforms=("cpu",))
@@ -70,7 +70,7 @@ def test_what_is_exported_stays_as_it_was(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
 
 
-def test_a_changed_program_is_refused(tmp_path):
+def test_changed_programs_are_refused(tmp_path):
     path = tmp_path / "model.bin"
     model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
     rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
@@ -90,10 +90,10 @@ def test_a_changed_program_is_refused(tmp_path):
             rope_jax.load_exported(path)
 
 
-def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch, capsys):
+def test_the_command_names_the_missing_extra(tmp_path, monkeypatch, capsys):
     def without(*_, **__):
         raise ImportError("Please install 'flatbuffers'")
 
     monkeypatch.setattr(export_model, "export", without)
-    with refused(capsys, r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
+    with expect_refusal(capsys, r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
         export_model.main(["--model=vit_digits", f"--out={tmp_path / 'model.bin'}"])

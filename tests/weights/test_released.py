@@ -24,7 +24,7 @@ from rope_jax.weights import list_weights
 from rope_jax.weights.convert import SOURCES
 from rope_jax.weights.released import find_weights
 from tests.models.small import some_slow
-from tests.refusals import refused
+from tests.refusals import expect_refusal
 from tests.weights.hub import serve
 
 FILE = pathlib.Path(__file__).parents[1] / "data" / "torch" / "deit.pth"
@@ -153,7 +153,7 @@ def test_the_command_lists_them(capsys):
     table = capsys.readouterr().out
     assert "80.9, 384: 81.8 (authors' README), 224: 81.252 (timm" in table
     assert "naver-ai/rope_mixed_deit_small_patch16_LS" in table
-    with refused(capsys, "no weights are published"):
+    with expect_refusal(capsys, "no weights are published"):
         command.main(["deit5*"])
 
 

@@ -1,4 +1,4 @@
-"""Makes the goldens upernet_vit_* by mmsegmentation's own code and configs, on a CPU.
+"""Makes the goldens upernet_vit_* with mmsegmentation's code and configs, on a CPU.
 
     python tests/data/dense_parity/make_upernet_vit.py
 
@@ -32,7 +32,7 @@ from tests.parity.official import tensor  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS = pathlib.Path(mmseg.__file__).parent / ".mim" / "configs" / "vit"
-# Each with whether the patch embedding has a bias, as in versions 0.x; 1.2.2's default is none.
+# True if the patch embedding has a bias, as in versions 0.x; 1.2.2 has none by default.
 CASES = {
     "upernet_vit_mln": ("vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512", True),
     "upernet_vit_ln_mln": ("vit_deit-s16-ln_mln_upernet_8xb2-160k_ade20k-512x512", False),
@@ -53,7 +53,7 @@ SIZES = {
 
 
 def build(config, patch_bias):
-    """The model of an official config at a smaller size, and what its golden was made with."""
+    """The model of an official config at a smaller size, and the settings of its golden."""
     settings = Config.fromfile(CONFIGS / f"{config}.py")
     official = settings.model
     width, classes = SIZES["embed_dim"], SIZES["classes"]
@@ -83,12 +83,12 @@ def build(config, patch_bias):
     assert official.auxiliary_head.in_index == SIZES["auxiliary"]["map"]
     epsilon = official.backbone.norm_cfg["eps"]
     final = bool(official.backbone.get("final_norm", False))
-    about = {"neck": "none" if neck is None else "multilevel", "last_norm": final}
-    return MODELS.build(official), SIZES | about | {"norm_epsilon": epsilon}
+    summary = {"neck": "none" if neck is None else "multilevel", "last_norm": final}
+    return MODELS.build(official), SIZES | summary | {"norm_epsilon": epsilon}
 
 
-def kind_of(key, value, owner):
-    """The kind of a tensor, of which its values follow."""
+def find_kind(key, value, owner):
+    """The kind of a tensor, which determines its values."""
     leaf = key.rpartition(".")[2]
     if leaf == "num_batches_tracked":
         return "counter"
@@ -102,10 +102,10 @@ def kind_of(key, value, owner):
 
 
 def fill(model):
-    """Fills a model with the values that follow from names and kinds; returns those."""
+    """Fills a model with values determined by names and kinds; returns shapes and kinds."""
     owners, keys, state = dict(model.named_modules()), {}, {}
     for key, value in model.state_dict().items():
-        kind = kind_of(key, value, owners[key.rpartition(".")[0]])
+        kind = find_kind(key, value, owners[key.rpartition(".")[0]])
         keys[key] = [list(value.shape), kind]
         state[key] = value
         if kind != "counter":
@@ -120,12 +120,12 @@ def outputs(model, dtype):
     x = torch.from_numpy(rng.standard_normal((1, 3, *SIZES["image"]), dtype=np.float32)).to(dtype)
     with torch.no_grad():
         maps = model.to(dtype).eval().extract_feat(x)
-        found = {f"map{i}": x[:, :8] for i, x in enumerate(maps)}
-        found["logits"] = model.decode_head(maps)[:, ::3]
-        whole = model.encode_decode(x, [{"img_shape": x.shape[2:]}])
-        found["logits_at_image_size"] = whole[:, ::7, ::4, ::4]
-        found["aux_logits"] = model.auxiliary_head(maps)
-    return {key: value.numpy() for key, value in found.items()}
+        results = {f"map{i}": x[:, :8] for i, x in enumerate(maps)}
+        results["logits"] = model.decode_head(maps)[:, ::3]
+        full_size = model.encode_decode(x, [{"img_shape": x.shape[2:]}])
+        results["logits_at_image_size"] = full_size[:, ::7, ::4, ::4]
+        results["aux_logits"] = model.auxiliary_head(maps)
+    return {key: value.numpy() for key, value in results.items()}
 
 
 def fingerprint(keys):
@@ -152,7 +152,7 @@ def main():
         single, double = outputs(model, torch.float32), outputs(model, torch.float64)
         exact = {f"{key}_f64": value for key, value in double.items()}
         np.savez_compressed(HERE / f"{name}.npz", **single, **exact)
-        about = {
+        metadata = {
             "name": name,
             "source": {
                 "repo": "open-mmlab/mmsegmentation",
@@ -178,8 +178,8 @@ def main():
             "weights_fingerprint": fingerprint(keys),
             "keys": keys,
         }
-        (HERE / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
-        print(name, about["param_count"], about["noise_max_abs_f32_vs_f64"])
+        (HERE / f"{name}.json").write_text(json.dumps(metadata, indent=1) + "\n")
+        print(name, metadata["param_count"], metadata["noise_max_abs_f32_vs_f64"])
     lines = [f" {json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items()]
     (HERE / "cases.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -11,8 +11,8 @@ registered with its name:
 
 The number selects the case, so that all of them are tried; instants and places are random.
 
-It raises an AssertionError if the run did not survive, and Absent where what it needs is not
-installed. `test_attacks.py` tries each once, `make test-faults` as often as is written here; the
+It raises an AssertionError if the run did not survive, and Absent if a required program is not
+installed. `test_attacks.py` tries each once, `make test-faults` as often as specified here; the
 counts are shown in `docs/running.md`.
 """
 
@@ -54,7 +54,7 @@ class Attack:
     Attributes:
         name: in words, for the table of results.
         tries: in `make test-faults`.
-        slow: whether the tests leave it to `make test-slow`.
+        slow: True if only `make test-slow` runs it.
         run: the function.
     """
 
@@ -103,7 +103,7 @@ def durable(workdir: pathlib.Path) -> int:
         return checkpoints.newest_verified(strict=True) or 0
 
 
-def last_logged(workdir: pathlib.Path) -> int:
+def last_logged_step(workdir: pathlib.Path) -> int:
     """The last step in metrics.jsonl, 0 for none."""
     return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
 
@@ -112,45 +112,47 @@ def start(
     folder: pathlib.Path, *arguments: str, settings: Sequence[str] = SMALL, **options: Any
 ) -> Run:
     """Starts a run of one process in folder/run; the options are those of `Run`."""
-    given = [*settings, f"--workdir={folder / 'run'}", *arguments]
-    return Run(given, folder / "log.txt", **options)
+    all_arguments = [*settings, f"--workdir={folder / 'run'}", *arguments]
+    return Run(all_arguments, folder / "log.txt", **options)
 
 
-def ended(runs: Sequence[Run], seconds: float = BOUND) -> list[int]:
-    """The exit statuses; raises AssertionError if a process goes on."""
+def wait_for_exit(runs: Sequence[Run], seconds: float = BOUND) -> list[int]:
+    """The exit statuses; raises AssertionError if a process does not end."""
     deadline = time.monotonic() + seconds
     try:
         statuses = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
-        expect(None not in statuses, f"exit statuses {statuses} after {seconds} s: {said(runs)}")
+        expect(None not in statuses, f"exit statuses {statuses} after {seconds} s: {outputs(runs)}")
         return statuses
     finally:
         for run in runs:
             run.kill()
 
 
-def said(runs: Sequence[Run]) -> str:
+def outputs(runs: Sequence[Run]) -> str:
     """The end of the output of all processes."""
-    return "".join(f"\nprocess {number}: {run.said()[-2000:]}" for number, run in enumerate(runs))
+    return "".join(
+        f"\nprocess {number}: {run.read_output()[-2000:]}" for number, run in enumerate(runs)
+    )
 
 
 def expect_end(runs: Sequence[Run], status: int = 0, seconds: float = BOUND) -> None:
-    """All processes must end in time, with a status."""
-    statuses = ended(runs, seconds)
-    expect(statuses == [status] * len(runs), f"exit statuses {statuses}: {said(runs)}")
+    """Expects all processes to end in time, with a status."""
+    statuses = wait_for_exit(runs, seconds)
+    expect(statuses == [status] * len(runs), f"exit statuses {statuses}: {outputs(runs)}")
 
 
 def expect_saved(folder: pathlib.Path, runs: Sequence[Run]) -> None:
-    """All must end within a minute with status 0, the last logged step of folder/run on disk."""
+    """Expects all to end within a minute with status 0 and the last logged step on disk."""
     expect_end(runs, seconds=60)
-    logged, saved = last_logged(folder / "run"), durable(folder / "run")
-    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk: {said(runs)}")
+    logged, saved = last_logged_step(folder / "run"), durable(folder / "run")
+    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk: {outputs(runs)}")
 
 
-def refused(runs: Sequence[Run], *words: str, status: int = 2) -> None:
-    """All processes must end with a status, and with one sentence that has these words."""
+def expect_refusal(runs: Sequence[Run], *words: str, status: int = 2) -> None:
+    """Expects all processes to end with a status, and with one error that has these words."""
     expect_end(runs, status)
     for run in runs:
-        last = run.said().strip().splitlines()[-1]
-        expect(last.startswith("rope_jax: "), f"no sentence: {said(runs)}")
+        last = run.read_output().strip().splitlines()[-1]
+        expect(last.startswith("rope_jax: "), f"no sentence: {outputs(runs)}")
         expect(all(word in last for word in words), f"{words} are not in: {last}")
-        expect("Traceback" not in run.said(), said(runs))
+        expect("Traceback" not in run.read_output(), outputs(runs))

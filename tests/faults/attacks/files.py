@@ -1,4 +1,4 @@
-"""Files of a run or of its data that are damaged, exchanged, or no files at all."""
+"""Files of a run or of its data that are damaged, exchanged, or not regular files."""
 
 import errno
 import itertools
@@ -19,8 +19,8 @@ from tests.faults.attacks import (
     durable,
     expect,
     expect_end,
-    refused,
-    said,
+    expect_refusal,
+    outputs,
     start,
 )
 from tests.faults.processes import Run
@@ -30,8 +30,8 @@ STEPS = 12
 IMAGES = ["--config.batch_size=4", "--config.data.image_size=8", "--config.data.augment=none"]
 
 
-def completed(folder: pathlib.Path, *arguments: str) -> Run:
-    """A run in folder/run that must be complete."""
+def run_to_end(folder: pathlib.Path, *arguments: str) -> Run:
+    """Runs in folder/run to the end; it must be complete."""
     run = start(folder, *arguments, settings=ONE_EPOCH)
     expect_end([run])
     return run
@@ -42,7 +42,7 @@ def results(folder: pathlib.Path) -> dict:
     return json.loads((folder / "run" / "results.json").read_text())
 
 
-BESIDE = ("results.json", "metrics.jsonl", "accuracy.png", "config.json")
+SIDE_FILES = ("results.json", "metrics.jsonl", "accuracy.png", "config.json")
 DAMAGES = {
     "cut": lambda content: content[: len(content) // 2],
     "empty": lambda content: b"",
@@ -51,21 +51,21 @@ DAMAGES = {
 
 
 @attack("a file beside the checkpoints that is cut, emptied or nested", tries=12)
-def damaged_beside(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
-    completed(folder)
+def damage_side_file(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
+    run_to_end(folder)
     before = results(folder)
     # Their numbers have no common divisor: all pairs come in turn.
-    name, kind = BESIDE[number % len(BESIDE)], list(DAMAGES)[number % len(DAMAGES)]
+    name, kind = SIDE_FILES[number % len(SIDE_FILES)], list(DAMAGES)[number % len(DAMAGES)]
     path = folder / "run" / name
     path.write_bytes(DAMAGES[kind](path.read_bytes()))
-    run = completed(folder)
-    expect("Traceback" not in run.said(), f"{kind} {name}: {run.said()[-2000:]}")
+    run = run_to_end(folder)
+    expect("Traceback" not in run.read_output(), f"{kind} {name}: {run.read_output()[-2000:]}")
     expect(results(folder) == before, f"{kind} {name}: other results")
     expect(durable(folder / "run") == STEPS, f"{kind} {name}: the last step is gone")
 
 
 @attack("a workdir that is deleted, moved or replaced during the run", tries=3)
-def gone_workdir(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
+def remove_workdir(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
     run = start(folder, ENDLESS)
     run.wait_for("\nsaved step 8:")
     time.sleep(rng.uniform(0, 0.5))
@@ -75,19 +75,19 @@ def gone_workdir(folder: pathlib.Path, number: int, rng: np.random.Generator) ->
         shutil.rmtree(elsewhere)
     elif number % 3 == 2:
         workdir.mkdir()
-    # What orbax logs of a save that was under way stands before the sentence.
+    # Orbax logs a save in progress before the error.
     expect_end([run], status=1)
-    sentence = run.said().strip().splitlines()[-1]
-    expect(sentence.startswith(f"rope_jax: {workdir} was deleted or moved"), said([run]))
+    sentence = run.read_output().strip().splitlines()[-1]
+    expect(sentence.startswith(f"rope_jax: {workdir} was deleted or moved"), outputs([run]))
     files = [str(path) for path in workdir.rglob("*") if path.is_file()]
-    left = [name for name in files if ".writing" not in name]  # of a save that was under way
-    expect(not left, f"it went on to write {left}")
+    written = [name for name in files if ".writing" not in name]  # of a save in progress
+    expect(not written, f"it went on to write {written}")
     if number % 3:
         expect(durable(elsewhere) >= 8, "step 8 was reported as saved")
 
 
-def _unreadable() -> None:
-    """Every file of a checkpoint fails to be read, each time with another error."""
+def _fail_all_reads() -> None:
+    """Makes every read of a checkpoint fail, each time with another error."""
     codes = itertools.cycle((errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE))
 
     def file_sha256(path: pathlib.Path) -> str:
@@ -98,13 +98,13 @@ def _unreadable() -> None:
 
 
 @attack("reads that fail while a checkpoint is verified", tries=2)
-def failed_reads(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
-    completed(folder)
-    run = start(folder, settings=ONE_EPOCH, prepare=_unreadable)
-    refused([run], "cannot be read", "it may be intact and was not renamed")
+def fail_reads(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
+    run_to_end(folder)
+    run = start(folder, settings=ONE_EPOCH, prepare=_fail_all_reads)
+    expect_refusal([run], "cannot be read", "it may be intact and was not renamed")
     names = set(os.listdir(folder / "run" / "checkpoints"))
     expect(names == {"8", str(STEPS)}, f"there are {names}")
-    completed(folder)
+    run_to_end(folder)
 
 
 def write_images(folder: pathlib.Path, rng: np.random.Generator) -> None:
@@ -115,13 +115,13 @@ def write_images(folder: pathlib.Path, rng: np.random.Generator) -> None:
         Image.fromarray(pixels).save(folder / split / name / f"{image}.jpg")
 
 
-def _too_large(path: pathlib.Path) -> None:
+def _write_large_file(path: pathlib.Path) -> None:
     with path.open("wb") as file:
         file.truncate(int(200e6))
 
 
 @attack("an image that is a pipe, a device, 200 MB or half a JPEG", tries=4)
-def bad_image(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
+def spoil_image(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
     images = folder / "images"
     write_images(images, rng)
     path = images / "train" / str(rng.choice(["a", "b"])) / f"{rng.integers(8)}.jpg"
@@ -130,11 +130,11 @@ def bad_image(folder: pathlib.Path, number: int, rng: np.random.Generator) -> No
     makes = [
         os.mkfifo,
         lambda path: path.symlink_to("/dev/zero"),
-        _too_large,
+        _write_large_file,
         lambda path: path.write_bytes(content[: len(content) // 2]),
     ]
     makes[number % len(makes)](path)
     source = [*IMAGES, "--config.data.source=folder", f"--config.data.path={images}"]
     words = (path.name, "cannot be used", "rope_jax.data.verify", "data.bad_images=skip")
-    refused([start(folder, *source, settings=ONE_EPOCH)], *words, status=1)
-    completed(folder, *source, "--config.data.bad_images=skip")
+    expect_refusal([start(folder, *source, settings=ONE_EPOCH)], *words, status=1)
+    run_to_end(folder, *source, "--config.data.bad_images=skip")

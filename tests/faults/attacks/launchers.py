@@ -1,6 +1,6 @@
-"""A scheduler: SLURM on one node, started here with a configuration of its own.
+"""A scheduler: SLURM on one node, started here with a separate configuration.
 
-Debian has it: `apt-get install slurmctld slurmd slurm-client munge`. Its daemons run as root.
+On Debian: `apt-get install slurmctld slurmd slurm-client munge`. Its daemons run as root.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from tests.faults.attacks import ENDLESS, Absent, attack, durable, expect, last_logged
+from tests.faults.attacks import ENDLESS, Absent, attack, durable, expect, last_logged_step
 from tests.faults.attacks.several import TOGETHER
 from tests.faults.processes import ROOT
 
@@ -56,16 +56,16 @@ test -f {workdir}/results.json || scontrol requeue $SLURM_JOB_ID
 
 
 def command(workdir: pathlib.Path) -> str:
-    """The run, which would take hours, without checkpoints before a signal."""
+    """The command of a run of hours, without checkpoints before a signal."""
     words = [*TOGETHER, ENDLESS, "--config.checkpoint_every=100000", f"--workdir={workdir}"]
     return " ".join(f"'{word}'" for word in (sys.executable, "-m", "rope_jax.main", *words))
 
 
-def wait_until(condition, what: str, seconds: float = 300) -> None:
+def wait_until(condition, event: str, seconds: float = 300) -> None:
     """Waits for a condition, which is checked twice a second."""
     deadline = time.monotonic() + seconds
     while not condition():
-        expect(time.monotonic() < deadline, f"{what}: not within {seconds} s")
+        expect(time.monotonic() < deadline, f"{event}: not within {seconds} s")
         time.sleep(0.5)
 
 
@@ -76,9 +76,9 @@ def slurm(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     for name in ("state", "spool"):
         (folder / name).mkdir()
     with socket.socket() as first, socket.socket() as second:
-        for one in (first, second):
-            one.bind(("127.0.0.1", 0))
-            ports.append(one.getsockname()[1])
+        for free_socket in (first, second):
+            free_socket.bind(("127.0.0.1", 0))
+            ports.append(free_socket.getsockname()[1])
     configuration, key = folder / "slurm.conf", folder / "key"
     configuration.write_text(
         CONFIGURATION.format(host=host, folder=folder, ports=ports, cores=os.cpu_count())
@@ -119,7 +119,7 @@ def slurm_job(folder, number, rng):
         raise Absent("slurmctld is not installed, or this is not root")
     workdir, output, job = folder / "run", folder / "out.txt", folder / "job.sh"
     job.write_text(JOB.format(root=ROOT, command=command(workdir), workdir=workdir))
-    told = lambda: output.read_text() if output.exists() else ""
+    log_text = lambda: output.read_text() if output.exists() else ""
     with slurm(folder) as variables:
 
         def call(*words: str) -> str:
@@ -129,17 +129,21 @@ def slurm_job(folder, number, rng):
             return done.stdout
 
         job_id = call("sbatch", "--parsable", f"--output={output}", str(job)).strip()
-        wait_until(lambda: "srun ended with" in told(), "the signal ends the step")
-        expect("srun ended with 0" in told(), told()[-3000:])
+        wait_until(lambda: "srun ended with" in log_text(), "the signal ends the step")
+        expect("srun ended with 0" in log_text(), log_text()[-3000:])
         first = durable(workdir)
-        expect(first >= last_logged(workdir) > 0, f"step {first} is on disk: {told()[-3000:]}")
+        expect(
+            first >= last_logged_step(workdir) > 0, f"step {first} is on disk: {log_text()[-3000:]}"
+        )
         wait_until(lambda: "PENDING" in call("squeue", "-h", "-o%T"), "the job is requeued")
         call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-        wait_until(lambda: f"found step {first} of" in told(), "the job resumes")
-        wait_until(lambda: told().count("srun ended with") == 2, "the second signal ends the step")
+        wait_until(lambda: f"found step {first} of" in log_text(), "the job resumes")
+        wait_until(
+            lambda: log_text().count("srun ended with") == 2, "the second signal ends the step"
+        )
         call("scancel", job_id)
         wait_until(lambda: not call("squeue", "-h"), "the job is cancelled")
-    expect(told().count("srun ended with 0") == 2, told()[-3000:])
-    expect("Traceback" not in told(), told()[-3000:])
+    expect(log_text().count("srun ended with 0") == 2, log_text()[-3000:])
+    expect("Traceback" not in log_text(), log_text()[-3000:])
     second = durable(workdir)
-    expect(second >= max(last_logged(workdir), first + 1), f"{second} steps after {first}")
+    expect(second >= max(last_logged_step(workdir), first + 1), f"{second} steps after {first}")

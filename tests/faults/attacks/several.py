@@ -16,12 +16,12 @@ from tests.faults.attacks import (
     SMALL,
     attack,
     durable,
-    ended,
     expect,
     expect_end,
-    last_logged,
-    refused,
-    said,
+    expect_refusal,
+    last_logged_step,
+    outputs,
+    wait_for_exit,
 )
 from tests.faults.processes import Run
 
@@ -29,7 +29,7 @@ TOGETHER = [*SMALL, "--distributed", "--heartbeat=10"]
 
 
 def free_address() -> str:
-    """An address of this machine on which nobody listens."""
+    """An unused address of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
@@ -43,7 +43,7 @@ def start(
     environments: Sequence[dict[str, str]] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> list[Run]:
-    """Starts a run of several processes, each with its own further arguments and variables."""
+    """Starts a run of several processes, each with additional arguments and variables."""
     address, runs = free_address(), []
     for number, arguments in enumerate(each):
         variables = {
@@ -51,17 +51,17 @@ def start(
             "JAX_NUM_PROCESSES": str(len(each)),
             "JAX_PROCESS_ID": str(number),
         }
-        given = [*settings, f"--workdir={folder / 'run'}", *arguments]
+        all_arguments = [*settings, f"--workdir={folder / 'run'}", *arguments]
         variables |= environments[number] if environments else {}
         log = folder / f"{number}.txt"
-        runs.append(Run(given, log, environment=variables, prepare=prepare))
+        runs.append(Run(all_arguments, log, environment=variables, prepare=prepare))
     return runs
 
 
-def refused_for_second(runs: Sequence[Run], words: str) -> None:
-    """All processes must end with these words, and the first one name the second."""
-    refused(runs, words)
-    expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
+def expect_second_refused(runs: Sequence[Run], words: str) -> None:
+    """Expects all processes to end with these words, and the first to name the second."""
+    expect_refusal(runs, words)
+    expect("process 1" in runs[0].read_output(), f"which process differs? {outputs(runs)}")
 
 
 DIFFERENCES = [
@@ -79,13 +79,13 @@ DIFFERENCES = [
 @attack("one of two processes has another setting", tries=len(DIFFERENCES))
 def other_setting(folder, number, rng):
     arguments, words = DIFFERENCES[number % len(DIFFERENCES)]
-    refused_for_second(start(folder, [[], arguments]), words)
+    expect_second_refused(start(folder, [[], arguments]), words)
 
 
 @attack("one of two processes has another workdir", tries=2)
 def other_workdir(folder, number, rng):
     runs = start(folder, [[], [f"--workdir={folder / 'other'}"]])
-    refused(runs, "process 1", ".lock (of --workdir) is missing", "that all share")
+    expect_refusal(runs, "process 1", ".lock (of --workdir) is missing", "that all share")
 
 
 def _in_own_folder() -> None:
@@ -108,10 +108,10 @@ def other_images(folder, number, rng):
         arrays |= {"test_images": pixels[:20], "test_labels": labels[:20]}
         np.savez(folder / process / "images.npz", **arrays)
     images = ["--config.data.source=npz", "--config.data.path=images.npz"]
-    refused(start_apart(folder, images), "in process 1 the images of the train split is")
+    expect_refusal(start_apart(folder, images), "in process 1 the images of the train split is")
 
 
-OWN_FILES = [  # of the second process, arguments of both, what both say
+OWN_FILES = [  # of the second process, arguments of both, message of both
     ({"mine.py": "ONE = 2"}, ["--plugins=mine"], "the source of the plug-in mine is"),
     ({}, ["--config.init_from=w.safetensors"], "there is no such file"),
     ({"run/checkpoints/4/manifest.json": "{}"}, ["--config.init_from=run"], "is ['4'], not ['3']"),
@@ -129,13 +129,13 @@ def other_files(folder, number, rng):
             path.write_text(text)
     model = rope_jax.create_model("vit_digits", position="rope_mixed", depth=1, width=16, heads=1)
     rope_jax.save_pretrained(model, folder / "0" / "w.safetensors")
-    refused_for_second(start_apart(folder, arguments), words)
+    expect_second_refused(start_apart(folder, arguments), words)
 
 
 @attack("one of two processes has another number of devices")
 def other_devices(folder, number, rng):
     runs = start(folder, [[], []], environments=[cpu.environment(1), cpu.environment(2)])
-    refused(runs, "process 0 has 1, process 1 has 2")
+    expect_refusal(runs, "process 0 has 1, process 1 has 2")
 
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
@@ -147,8 +147,8 @@ def signal_to_one(folder, number, rng):
     runs[0].wait_for(f"\nstep {rng.integers(1, 30):5d}/")
     runs[rng.integers(2)].send(SIGNALS[number % len(SIGNALS)])
     expect_end(runs)
-    logged = last_logged(folder / "run")
-    expect(durable(folder / "run") == logged, f"step {logged} was not saved: {said(runs)}")
+    logged = last_logged_step(folder / "run")
+    expect(durable(folder / "run") == logged, f"step {logged} was not saved: {outputs(runs)}")
 
 
 @attack("the death of one of two processes", tries=6)
@@ -159,12 +159,12 @@ def death_of_one(folder, number, rng):
     victim = number % 2
     runs[victim].kill()
     begun, survivor = time.monotonic(), runs[1 - victim]
-    statuses = ended(runs)
-    seconds, told = time.monotonic() - begun, survivor.said()
-    expect(0 not in statuses, f"exit statuses {statuses}: {said(runs)}")
+    statuses = wait_for_exit(runs)
+    seconds, output = time.monotonic() - begun, survivor.read_output()
+    expect(0 not in statuses, f"exit statuses {statuses}: {outputs(runs)}")
     expect(seconds < 30, f"{seconds} s until the other process ended")
-    expect("learning_rate" not in told, f"the death is told as divergence: {told[-2000:]}")
-    expect("another process" in told or "another task died" in told, told[-2000:])
+    expect("learning_rate" not in output, f"the death is told as divergence: {output[-2000:]}")
+    expect("another process" in output or "another task died" in output, output[-2000:])
     expect(durable(folder / "run") >= 8, "step 8 was reported as saved")
 
 
@@ -183,17 +183,19 @@ def nobody_to_join(folder, number, rng):
     variables, words = UNREACHABLE[number % len(UNREACHABLE)]
     variables = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"} | variables
     (run,) = start(folder, [["--join_timeout=5"]], environments=[variables])
-    refused([run], words)
+    expect_refusal([run], words)
 
 
 @attack("a port that another program uses", tries=2)
-def used_port(folder, number, rng):
+def occupy_port(folder, number, rng):
     with socket.socket() as used:
         used.bind(("0.0.0.0", 0))
         used.listen()
         address = f"localhost:{used.getsockname()[1]}"
         (run,) = start(folder, [[]], environments=[{"JAX_COORDINATOR_ADDRESS": address}])
-        refused([run], "already in use", "JAX_COORDINATOR_ADDRESS=host:port, with a free port")
+        expect_refusal(
+            [run], "already in use", "JAX_COORDINATOR_ADDRESS=host:port, with a free port"
+        )
 
 
 DIVIDED = ["--config.model.options=depth=1,width=128,heads=1", "--config.mesh.fsdp=2"]
@@ -201,7 +203,7 @@ TWELVE_STEPS = "--config.epochs=1.0"
 
 
 def _over_quota() -> None:
-    """Lets the process that TEST_LIMITED names write no file of over 50 kB."""
+    """Limits files of the process that TEST_LIMITED names to 50 kB."""
     if os.environ["JAX_PROCESS_ID"] == os.environ["TEST_LIMITED"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
@@ -209,12 +211,14 @@ def _over_quota() -> None:
 @attack("one of two processes cannot write its part of a checkpoint", tries=2)
 def unwritten_part(folder, number, rng):
     variables = [{"TEST_LIMITED": str(1 - number % 2)}] * 2
-    given = [[*DIVIDED, TWELVE_STEPS]] * 2
-    runs = start(folder, given, environments=variables, prepare=_over_quota)
+    arguments = [[*DIVIDED, TWELVE_STEPS]] * 2
+    runs = start(folder, arguments, environments=variables, prepare=_over_quota)
     begun = runs[0].wait_for("\nstep 12/")
     expect_end(runs, status=1)
     seconds = time.monotonic() - begun
-    for run in runs:  # what orbax and tensorstore print of it may stand before and after
-        told = "\nrope_jax: step 12 could not be saved in "
-        expect(told in run.said() and "File too large" in run.said(), said(runs))
+    for run in runs:  # orbax and tensorstore may print before and after
+        message = "\nrope_jax: step 12 could not be saved in "
+        expect(
+            message in run.read_output() and "File too large" in run.read_output(), outputs(runs)
+        )
     expect(seconds < 30, f"{seconds} s until both ended")

@@ -1,4 +1,4 @@
-"""Terminals that are closed and pipes that nobody reads."""
+"""Closed terminals and unread pipes."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from tests.faults.attacks import ENDLESS, attack, durable, expect, expect_end, e
 
 
 def _on_terminal() -> None:
-    """Makes the terminal TEST_TERMINAL this process's own: its input, output and errors."""
+    """Makes TEST_TERMINAL the controlling terminal of this process: input, output and errors."""
     os.setsid()
     terminal = os.open(os.environ["TEST_TERMINAL"], os.O_RDWR)
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
@@ -24,25 +24,25 @@ def read_until(descriptor: int, mark: bytes, seconds: float = 90) -> bytes:
     """Reads the output of a run until a mark appears."""
     text, deadline = b"", time.monotonic() + seconds
     while mark not in text:
-        left = max(0.0, deadline - time.monotonic())
-        came = select.select([descriptor], [], [], left)[0] and os.read(descriptor, 4096)
+        remaining = max(0.0, deadline - time.monotonic())
+        came = select.select([descriptor], [], [], remaining)[0] and os.read(descriptor, 4096)
         expect(came, f"{mark} did not appear: {text[-2000:]}")
         text += came
     return text
 
 
 @attack("a terminal that is closed", tries=4)
-def closed_terminal(folder, number, rng):
+def close_terminal(folder, number, rng):
     """The kernel and the shell send SIGHUP, and every print fails."""
-    ours, theirs = pty.openpty()
-    variables = {"TEST_TERMINAL": os.ttyname(theirs)}
-    given = [ENDLESS, "--config.checkpoint_every=100000"]
-    run = start(folder, *given, environment=variables, prepare=_on_terminal)
+    controller, terminal = pty.openpty()
+    variables = {"TEST_TERMINAL": os.ttyname(terminal)}
+    arguments = [ENDLESS, "--config.checkpoint_every=100000"]
+    run = start(folder, *arguments, environment=variables, prepare=_on_terminal)
     try:
-        read_until(ours, b"\nstep %5d/" % rng.integers(2, 30))
-        os.close(theirs)
+        read_until(controller, b"\nstep %5d/" % rng.integers(2, 30))
+        os.close(terminal)
     finally:
-        os.close(ours)
+        os.close(controller)
     if number % 2:
         time.sleep(rng.uniform(0, 0.5))
         if run.returncode is None:
@@ -58,7 +58,7 @@ def _into_pipe() -> None:
 
 
 @attack("a pipe that is closed (`| head`)", tries=4)
-def closed_pipe(folder, number, rng):
+def close_pipe(folder, number, rng):
     os.mkfifo(folder / "pipe")
     variables = {"TEST_PIPE": str(folder / "pipe")}
     run = start(folder, environment=variables, prepare=_into_pipe)

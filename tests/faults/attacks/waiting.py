@@ -1,4 +1,4 @@
-"""Images that do not come: a stopped data worker, a file system that does not answer."""
+"""Missing images: a stopped data worker, a file system that does not answer."""
 
 import contextlib
 import os
@@ -16,19 +16,19 @@ from tests.faults.attacks import (
     SMALL,
     attack,
     durable,
-    ended,
     expect,
     expect_saved,
-    said,
+    outputs,
     several,
     start,
+    wait_for_exit,
 )
 from tests.faults.attacks.files import write_images
 
 SETTINGS = [
     *(
         setting for setting in SMALL if "eval.resolutions" not in setting
-    ),  # a later tuple does not replace it
+    ),  # a later tuple would not replace it
     ENDLESS,
     "--config.model.options=depth=1,width=16,heads=1,patch_size=4",
     "--config.batch_size=16",
@@ -48,7 +48,7 @@ def images(folder: pathlib.Path, rng: np.random.Generator) -> str:
 
 
 @attack("data workers that are stopped (SIGSTOP), then SIGTERM", tries=3)
-def stopped_workers(folder, number, rng):
+def stop_workers(folder, number, rng):
     run = start(folder, images(folder, rng), "--config.data.workers=2", settings=SETTINGS)
     run.wait_for("\nstep ")
     children = psutil.Process(run.pid).children()
@@ -68,55 +68,55 @@ def stopped_workers(folder, number, rng):
                 worker.kill()
 
 
-IN_PROCESS = "--config.data.workers=0"  # where reads can be replaced
+IN_PROCESS = "--config.data.workers=0"  # where the test can replace reads
 STALLED = "\nthe file system has stopped answering"
 
 
-def _stalled_reads() -> None:
+def _stall_reads() -> None:
     """Makes the file system stop answering after some images, as a network may."""
-    read, left = Streamed.read, int(os.environ.get("TEST_READS", "1000000000"))
+    read, remaining = Streamed.read, int(os.environ.get("TEST_READS", "1000000000"))
 
-    def stalled(self, *arguments):
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def read_or_stall(self, *arguments):
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             os.write(2, STALLED.encode())  # only the first process prints
             threading.Event().wait()
         return read(self, *arguments)
 
-    Streamed.read = stalled
+    Streamed.read = read_or_stall
 
 
 @attack("a file system that stops answering, then SIGTERM", tries=3)
-def stalled_file_system(folder, number, rng):
+def stall_file_system(folder, number, rng):
     settings = [*SETTINGS, IN_PROCESS, images(folder, rng)]
     reads = {"TEST_READS": str(rng.integers(100, 1000))}
-    run = start(folder, settings=settings, environment=reads, prepare=_stalled_reads)
+    run = start(folder, settings=settings, environment=reads, prepare=_stall_reads)
     run.wait_for("\nstep ")
     run.wait_for(STALLED)
     time.sleep(rng.uniform(0, 5))
-    expect(run.returncode is None, run.said()[-3000:])
+    expect(run.returncode is None, run.read_output()[-3000:])
     run.send(signal.SIGTERM)
     expect_saved(folder, [run])
 
 
 @attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2, slow=True)
-def stalled_process(folder, number, rng):
+def stall_process(folder, number, rng):
     settings = [*SETTINGS, IN_PROCESS, "--config.checkpoint_every=4", images(folder, rng)]
     settings += ["--distributed", "--heartbeat=10"]
     reads = {"TEST_READS": str(rng.integers(100, 400))}
-    both, environments = [[], []], [{}, reads]
+    no_arguments, environments = [[], []], [{}, reads]
     runs = several.start(
-        folder, both, settings=settings, environments=environments, prepare=_stalled_reads
+        folder, no_arguments, settings=settings, environments=environments, prepare=_stall_reads
     )
     runs[0].wait_for("\nsaved step 4:")
     runs[1].wait_for(STALLED)
     time.sleep(5)  # the batches that were read before are used
-    expect([run.returncode for run in runs] == [None, None], said(runs))
+    expect([run.returncode for run in runs] == [None, None], outputs(runs))
     for run in runs:
         run.send(signal.SIGTERM)
-    statuses = ended(runs)
-    expect(0 not in statuses, f"exit statuses {statuses}: {said(runs)}")
-    expect("without saving" in runs[1].said(), said(runs))
-    expect("Traceback" not in said(runs), said(runs))
+    statuses = wait_for_exit(runs)
+    expect(0 not in statuses, f"exit statuses {statuses}: {outputs(runs)}")
+    expect("without saving" in runs[1].read_output(), outputs(runs))
+    expect("Traceback" not in outputs(runs), outputs(runs))
     expect(durable(folder / "run") >= 4, "step 4 was reported as saved")

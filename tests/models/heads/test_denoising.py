@@ -10,7 +10,7 @@ from rope_jax.models.heads.dino.denoising import allowed, disturb, real_first, s
 CLASSES = 4
 
 
-disturbed = jax.jit(lambda targets, slots, key: disturb(targets, slots, CLASSES, key))
+disturb_boxes = jax.jit(lambda targets, slots, key: disturb(targets, slots, CLASSES, key))
 slots_for = jax.jit(slots_of, static_argnums=1)
 
 
@@ -34,66 +34,66 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
     groups = max(1, number // most) if any(counts) else 0  # detrex skips denoising without boxes
     assert int(slots.groups) == groups
     assert len(slots.group) == 2 * max(number, rows)
-    wanted = [
+    expected = [
         (group, row, negative)
         for group in range(groups)
         for negative in (False, True)
         for row in range(most)
     ]
-    found = zip(slots.group.tolist(), slots.row.tolist(), slots.negative.tolist(), strict=True)
-    assert list(found)[: len(wanted)] == wanted
-    np.testing.assert_array_equal(slots.used, np.arange(len(slots.group)) < len(wanted))
+    triples = zip(slots.group.tolist(), slots.row.tolist(), slots.negative.tolist(), strict=True)
+    assert list(triples)[: len(expected)] == expected
+    np.testing.assert_array_equal(slots.used, np.arange(len(slots.group)) < len(expected))
 
 
-def test_a_part_of_a_batch_has_groups_of_its_own():
-    """Where gradients are accumulated; in detrex, the images of a GPU have."""
+def test_groups_depend_on_the_part_of_a_batch():
+    """Relevant for accumulated gradients; detrex has groups for the images of each GPU."""
     real = some_targets((4, 1), 4).real
-    whole, *parts = (int(slots_of(x, 12).groups) for x in (real, real[:1], real[1:]))
-    assert (whole, parts) == (3, [3, 12])
+    batch_groups, *part_groups = (int(slots_of(x, 12).groups) for x in (real, real[:1], real[1:]))
+    assert (batch_groups, part_groups) == (3, [3, 12])
 
 
-def test_groups_do_not_see_each_other_and_are_not_seen():
+def test_only_slots_see_their_own_group():
     slots, queries = slots_of(some_targets((2, 1), 3).real, 5), 4
-    found = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
+    visible = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
     group = slots.group.tolist() + [None] * queries
-    for i, j in np.ndindex(found.shape):
-        assert found[i, j] == (group[j] is None or group[i] == group[j])
+    for i, j in np.ndindex(visible.shape):
+        assert visible[i, j] == (group[j] is None or group[i] == group[j])
 
 
-def test_sides_move_by_their_shares_of_half_the_size():
+def test_sides_move_by_a_fraction_of_half_the_size():
     targets = some_targets((40, 31), 40)
     slots = slots_for(targets.real, 4000)
-    boxes, labels = disturbed(targets, slots, jax.random.key(0))
+    boxes, labels = disturb_boxes(targets, slots, jax.random.key(0))
     before = np.asarray(targets.boxes)[:, slots.row]
     half = np.tile(before[..., 2:] / 2, 2)
     corners = jax.jit(to_corners)
     moved = (np.asarray(corners(boxes)) - np.asarray(corners(before))) / half
-    share = np.abs(moved)
+    fraction = np.abs(moved)
     negative = np.asarray(slots.negative)
-    assert share[:, ~negative].max() <= 1.001
-    assert 0.999 <= share[:, negative].min() < share[:, negative].max() <= 2.001
-    np.testing.assert_allclose(share.mean((0, 2)).mean(where=negative), 1.5, atol=0.01)
-    np.testing.assert_allclose(share.mean((0, 2)).mean(where=~negative), 0.5, atol=0.01)
+    assert fraction[:, ~negative].max() <= 1.001
+    assert 0.999 <= fraction[:, negative].min() < fraction[:, negative].max() <= 2.001
+    np.testing.assert_allclose(fraction.mean((0, 2)).mean(where=negative), 1.5, atol=0.01)
+    np.testing.assert_allclose(fraction.mean((0, 2)).mean(where=~negative), 0.5, atol=0.01)
     np.testing.assert_allclose((moved > 0).mean(), 0.5, atol=0.01)
-    # A quarter is replaced, by any class, its own among them.
-    same = (np.asarray(labels) == np.asarray(targets.labels)[:, slots.row])[
+    # A quarter of the labels is replaced by any class, possibly the same one.
+    kept = (np.asarray(labels) == np.asarray(targets.labels)[:, slots.row])[
         np.asarray(targets.real)[:, slots.row]
     ]
-    np.testing.assert_allclose(same.mean(), 1 - 0.25 * (CLASSES - 1) / CLASSES, atol=0.02)
+    np.testing.assert_allclose(kept.mean(), 1 - 0.25 * (CLASSES - 1) / CLASSES, atol=0.02)
 
 
 def test_boxes_stay_within_the_image():
     boxes = jnp.tile(jnp.array([0.5, 0.5, 1.0, 1.0]), (1, 3, 1))
     targets = Targets(boxes, jnp.zeros((1, 3), jnp.int32))
     slots = slots_for(targets.real, 30)
-    corners = np.asarray(jax.jit(to_corners)(disturbed(targets, slots, jax.random.key(1))[0]))
+    corners = np.asarray(jax.jit(to_corners)(disturb_boxes(targets, slots, jax.random.key(1))[0]))
     assert corners.min() >= -1e-6
     assert corners.max() <= 1 + 1e-6
 
 
-def test_boxes_come_before_padding_in_their_order():
+def test_boxes_precede_padding_in_order():
     targets = some_targets((4, 4), 4)
     labels = jnp.array([[-1, 2, -1, 1], [0, -1, 3, -1]])
-    found = jax.jit(real_first)(Targets(targets.boxes, labels))
-    assert found.labels.tolist() == [[2, 1, -1, -1], [0, 3, -1, -1]]
-    np.testing.assert_array_equal(found.boxes[0, :2], targets.boxes[0, 1::2])
+    ordered = jax.jit(real_first)(Targets(targets.boxes, labels))
+    assert ordered.labels.tolist() == [[2, 1, -1, -1], [0, 3, -1, -1]]
+    np.testing.assert_array_equal(ordered.boxes[0, :2], targets.boxes[0, 1::2])

@@ -21,7 +21,7 @@ from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
 from rope_jax.tasks import TASKS
-from tests.models.small import filled
+from tests.models.small import fill
 
 SMALL = {
     "width": 16,
@@ -62,7 +62,7 @@ FLOAT = dtypes_of(jnp.dtype(jnp.float32))
         ("swin_t", SWIN, [(4, 6, 16), (2, 3, 32), (1, 2, 64)]),
     ],
 )
-def test_backbones_give_the_maps_that_it_takes(name, small, shapes):
+def test_backbones_give_the_maps_that_the_head_takes(name, small, shapes):
     make = functools.partial(rope_jax.create_model, name, head=HEAD, num_classes=CLASSES)
     model = nnx.eval_shape(lambda: make(**small))
     graph, state = nnx.split(model)
@@ -75,7 +75,7 @@ def test_backbones_give_the_maps_that_it_takes(name, small, shapes):
     assert model.head.neck.sizes(sizes) == [x.shape[1:3] for x in levels]
 
 
-def test_images_with_fewer_tokens_than_queries_are_refused_before_any_step():
+def test_images_need_at_least_as_many_tokens_as_queries():
     make = functools.partial(rope_jax.create_model, "deit_ti16", num_classes=CLASSES)
     head = HEAD.replace("queries=8", "queries=85")
     model = nnx.eval_shape(lambda: make(head=head, **VIT))
@@ -91,11 +91,11 @@ def test_images_with_fewer_tokens_than_queries_are_refused_before_any_step():
 @pytest.fixture(scope="module")
 def model():
     make = functools.partial(rope_jax.create_model, "deit_ti16", head=HEAD, num_classes=CLASSES)
-    return filled(nnx.eval_shape(lambda: make(**VIT)))
+    return fill(nnx.eval_shape(lambda: make(**VIT)))
 
 
 def some_batch(counts=(3, 0), rows=4):
-    """A batch as of `prepare_batch`, the second image of which is padded."""
+    """A batch like that of `prepare_batch`; its second image is padded."""
     rng = np.random.default_rng(0)
     size = rng.uniform(0.1, 0.4, (len(counts), rows, 2))
     boxes = np.concatenate([rng.uniform(0.3, 0.7, size.shape), size], axis=-1)
@@ -113,27 +113,29 @@ def some_batch(counts=(3, 0), rows=4):
 
 @pytest.fixture(scope="module")
 def gradient(model):
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
 
     def loss(params, batch, key):
-        return TASKS["detection"].loss(nnx.merge(graph, params, rest), batch, resolve({}), key=key)
+        return TASKS["detection"].loss(
+            nnx.merge(graph, params, others), batch, resolve({}), key=key
+        )
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return lambda batch, key: run(params, batch, key)
 
 
 @pytest.mark.parametrize("counts", [(3, 0), (0, 0)])
-def test_gradients_are_finite_where_images_have_no_boxes(gradient, counts):
-    (value, found), grads = gradient(some_batch(counts), jax.random.key(0))
+def test_gradients_are_finite_without_boxes(gradient, counts):
+    (value, hits), grads = gradient(some_batch(counts), jax.random.key(0))
     assert np.isfinite(value)
-    assert 0 <= found <= 1
+    assert 0 <= hits <= 1
     flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(grads)}
     assert all(np.isfinite(leaf).all() for leaf in flat.values())
     if sum(counts):  # everything is trained
         assert [name for name, leaf in flat.items() if not np.any(leaf)] == []
 
 
-def test_denoising_is_drawn_in_training_alone(model, gradient):
+def test_only_training_draws_denoising(model, gradient):
     batch = some_batch()
     first, second, again = (gradient(batch, jax.random.key(n))[0][0] for n in (0, 1, 0))
     assert first == again
@@ -147,33 +149,33 @@ def _overlap(first, second):
     return generalised_iou(to_corners(first), to_corners(second))
 
 
-def overlap_of(first, second):
-    """The generalised intersection over union, which tests of boxes have."""
+def generalised_overlap(first, second):
+    """The generalised intersection over union, which test_boxes checks."""
     shape = np.broadcast_shapes(first.shape, second.shape)
     pairs = (np.broadcast_to(x, shape).reshape(-1, 4) for x in (first, second))
-    # Of one shape, to be compiled once.
+    # One shape, so that it compiles once.
     padded = [np.resize(x, (32, 4)).astype(np.float32) for x in pairs]
     return np.asarray(_overlap(*padded))[: np.prod(shape[:-1], dtype=int)].reshape(shape[:-1])
 
 
-def losses_by_definition(logits, boxes, wanted):
-    """Of one image: (query, target box, label) of the queries that have one."""
-    right = np.zeros_like(logits)
+def losses_by_definition(logits, boxes, matches):
+    """The loss of one image; matches are (query, target box, label)."""
+    targets = np.zeros_like(logits)
     total = 0.0
-    for query, box, label in wanted:
-        right[query, label] = 1
+    for query, box, label in matches:
+        targets[query, label] = 1
         total += 5 * np.abs(boxes[query] - box).sum()
-        total += 2 * (1 - overlap_of(boxes[query], box))
+        total += 2 * (1 - generalised_overlap(boxes[query], box))
     p = 1 / (1 + np.exp(-logits))
-    focal = -right * 0.25 * (1 - p) ** 2 * np.log(p)
-    focal -= (1 - right) * 0.75 * p**2 * np.log(1 - p)
+    focal = -targets * 0.25 * (1 - p) ** 2 * np.log(p)
+    focal -= (1 - targets) * 0.75 * p**2 * np.log(1 - p)
     return total + focal.sum()
 
 
 def matching_by_definition(logits, boxes, targets, labels):
     p = 1 / (1 + np.exp(-logits))
     focal = 0.25 * (1 - p) ** 2 * -np.log(p) - 0.75 * p**2 * -np.log(1 - p)
-    overlap = overlap_of(boxes[:, None], targets)
+    overlap = generalised_overlap(boxes[:, None], targets)
     cost = 2 * focal[:, labels] + 5 * np.abs(boxes[:, None] - targets).sum(-1) - 2 * overlap
     return zip(*scipy.optimize.linear_sum_assignment(np.asarray(cost)), strict=True)
 
@@ -185,8 +187,8 @@ def head():
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 2), (0, 0, 0)])
-def test_the_loss_is_that_of_all_layers_and_of_denoising(head, counts):
-    """A batch without boxes has none of denoising, as in detrex."""
+def test_the_loss_sums_all_layers_and_denoising(head, counts):
+    """A batch without boxes has no loss of denoising, as in detrex."""
     rng = np.random.default_rng(0)
     rows, queries, layers = 4, 7, 3
     batch = some_batch(counts, rows)
@@ -195,25 +197,25 @@ def test_the_loss_is_that_of_all_layers_and_of_denoising(head, counts):
     many = len(slots.group)
     draw = lambda *shape: rng.standard_normal((*shape, CLASSES)) * 2
     boxes = lambda *shape: rng.uniform(0.05, 0.6, (*shape, 4))
-    own = draw(layers, 3, queries), boxes(layers, 3, queries)
+    matching = draw(layers, 3, queries), boxes(layers, 3, queries)
     noisy = draw(layers - 1, 3, many), boxes(layers - 1, 3, many)
     predictions = DinoPredictions(
-        *(jnp.asarray(x, jnp.float32) for x in own),
+        *(jnp.asarray(x, jnp.float32) for x in matching),
         None,
         (*(jnp.asarray(x, jnp.float32) for x in noisy), slots),
     )
-    found, share = jax.jit(head.loss)(predictions, batch)
+    loss, hit_rate = jax.jit(head.loss)(predictions, batch)
     total, hits = 0.0, 0
     for image, count in enumerate(counts):
         box, label = (np.asarray(x)[image, :count] for x in (targets.boxes, targets.labels))
         for layer in range(layers):
-            logits, predicted = (x[layer, image] for x in own)
+            logits, predicted = (x[layer, image] for x in matching)
             pairs = matching_by_definition(logits, predicted, box, label) if count else []
-            pairs = [(query, box[target], label[target]) for query, target in pairs]
+            pairs = [(query, box[row], label[row]) for query, row in pairs]
             total += losses_by_definition(logits, predicted, pairs)
             if layer == layers - 2:  # the decoder's last
-                for query, one, kind in pairs:
-                    pair = np.stack([predicted[query], one])
+                for query, target_box, kind in pairs:
+                    pair = np.stack([predicted[query], target_box])
                     low, high = pair[:, :2] - pair[:, 2:] / 2, pair[:, :2] + pair[:, 2:] / 2
                     shared = np.maximum(high.min(0) - low.max(0), 0).prod()
                     union = pair[:, 2:].prod(1).sum() - shared
@@ -225,21 +227,21 @@ def test_the_loss_is_that_of_all_layers_and_of_denoising(head, counts):
                 (6 * group + row, box[row], label[row]) for group in (0, 1) for row in range(count)
             ]
             total += losses_by_definition(logits, predicted, pairs) / 2
-    np.testing.assert_allclose(found, total / max(sum(counts), 1), rtol=1e-5)
-    np.testing.assert_allclose(share, hits / max(sum(counts), 1), rtol=1e-6)
+    np.testing.assert_allclose(loss, total / max(sum(counts), 1), rtol=1e-5)
+    np.testing.assert_allclose(hit_rate, hits / max(sum(counts), 1), rtol=1e-6)
 
 
-def test_parts_of_a_batch_have_the_mean_loss_of_the_whole(head):
-    """So that accumulated gradients are those of the whole batch, whatever the parts hold."""
+def test_parts_of_a_batch_average_to_its_loss(head):
+    """Accumulated gradients are therefore those of the whole batch, whatever the parts hold."""
     rng = np.random.default_rng(0)
     batch = some_batch((3, 0))
     logits, boxes = rng.standard_normal((2, 2, 8, CLASSES)), rng.uniform(0.1, 0.9, (2, 2, 8, 4))
     run = jax.jit(head.loss)
 
     def loss(images):
-        own = {name: batch[name][images] for name in ("boxes", "label", "share")}
-        given = (jnp.asarray(x[:, images], jnp.float32) for x in (logits, boxes))
-        return float(run(DinoPredictions(*given, None), own)[0])
+        truth = {name: batch[name][images] for name in ("boxes", "label", "share")}
+        selected = (jnp.asarray(x[:, images], jnp.float32) for x in (logits, boxes))
+        return float(run(DinoPredictions(*selected, None), truth)[0])
 
     parts = [loss(slice(0, 1)), loss(slice(1, 2))]
     np.testing.assert_allclose(np.mean(parts), loss(slice(0, 2)), rtol=1e-6)
@@ -261,11 +263,11 @@ def transformer():
         )
         return Transformer(options, CLASSES, rngs=nnx.Rngs(0), dtypes=FLOAT)
 
-    return filled(nnx.eval_shape(make))
+    return fill(nnx.eval_shape(make))
 
 
-def test_padding_does_not_change_which_boxes_are_chosen(transformer):
-    """The same maps on a larger canvas, with noise in the padding, give the same first boxes.
+def test_padding_does_not_change_the_chosen_boxes(transformer):
+    """Maps on a larger canvas, with noise in the padding, give the same first boxes.
 
     (The decoder's positions of queries are those on the first map, padding included, by detrex's
     definition, which the golden has.)
@@ -273,48 +275,50 @@ def test_padding_does_not_change_which_boxes_are_chosen(transformer):
     rng = np.random.default_rng(0)
     graph, state = nnx.split(transformer)
     run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
-    whole = [rng.standard_normal((1, *size, 16)).astype(np.float32) for size in ((6, 8), (3, 4))]
-    found = []
+    original_maps = [
+        rng.standard_normal((1, *size, 16)).astype(np.float32) for size in ((6, 8), (3, 4))
+    ]
+    results = []
     for canvas in ((48, 64), (64, 96)):
         sizes = [tuple(side // stride for side in canvas) for stride in (8, 16)]
         maps = [rng.standard_normal((1, *size, 16)).astype(np.float32) for size in sizes]
-        for larger, own in zip(maps, whole, strict=True):
-            larger[:, : own.shape[1], : own.shape[2]] = own
+        for larger, original in zip(maps, original_maps, strict=True):
+            larger[:, : original.shape[1], : original.shape[2]] = original
         padding = [padding_of(jnp.array([[48, 64]]), canvas, size) for size in sizes]
-        found.append(run(state, [jnp.asarray(x) for x in maps], padding))
+        results.append(run(state, [jnp.asarray(x) for x in maps], padding))
     for name in ("initial", "chosen", "proposals"):
-        first, second = (getattr(one, name) for one in found)
+        first, second = (getattr(result, name) for result in results)
         np.testing.assert_allclose(first, second, atol=2e-5, err_msg=name)
 
 
-def test_a_layer_is_trained_by_the_boxes_of_the_next_layer(transformer):
-    """Look forward twice: the boxes that a layer starts from have gradients of the one before.
+def test_boxes_of_a_layer_train_the_previous_one(transformer):
+    """Look forward twice: gradients flow from a layer's reference boxes to the previous layer.
 
-    Those of the choice of queries have none, and what a layer attends to does not, either.
+    They do not flow to the selection of queries or to what a layer attends to.
     """
     maps = [
         jax.random.normal(jax.random.key(n), (1, *size, 16))
         for n, size in enumerate(((4, 4), (2, 2)))
     ]
     padding = [jnp.zeros((1, *size), bool) for size in ((4, 4), (2, 2))]
-    graph, params, rest = nnx.split(transformer, nnx.Param, ...)
+    graph, params, others = nnx.split(transformer, nnx.Param, ...)
 
     def second_boxes(params):
-        model = nnx.merge(graph, params, rest)
-        found = model(maps, padding)
-        states = jax.lax.stop_gradient(found.states[1])
-        return model.refine(1, states, found.references[0]).sum()
+        model = nnx.merge(graph, params, others)
+        outputs = model(maps, padding)
+        states = jax.lax.stop_gradient(outputs.states[1])
+        return model.refine(1, states, outputs.references[0]).sum()
 
     grads = jax.jit(jax.grad(second_boxes))(params)
     moved = [bool(np.any(grads["boxes"][n]["layers"][2]["kernel"][...])) for n in range(3)]
     assert moved == [True, True, False]
 
 
-def test_inverse_sigmoid_is_that_of_probabilities_that_are_not_too_sure():
+def test_inverse_sigmoid_clips_confident_probabilities():
     x = np.linspace(0, 1, 101)
-    found = jax.jit(inverse_sigmoid)(np.float32(x))
-    want = np.log(np.clip(x, 1e-3, 1) / np.clip(1 - x, 1e-3, 1))
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
+    result = jax.jit(inverse_sigmoid)(np.float32(x))
+    expected = np.log(np.clip(x, 1e-3, 1) / np.clip(1 - x, 1e-3, 1))
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_detections_are_the_highest_scoring_pairs_of_boxes_and_classes():
@@ -323,36 +327,36 @@ def test_detections_are_the_highest_scoring_pairs_of_boxes_and_classes():
     boxes = rng.uniform(0.1, 0.9, (2, 6, 4)).astype(np.float32)
     extent = np.array([[30, 50], [20, 10]])
     run = jax.jit(best_detections, static_argnums=3)
-    found = run(logits, boxes, extent, 7)
+    detections = run(logits, boxes, extent, 7)
     for image in range(2):
         order = np.argsort(-logits[image].ravel())[:7]
         query, kind = order // CLASSES, order % CLASSES
-        np.testing.assert_array_equal(found.classes[image], kind)
+        np.testing.assert_array_equal(detections.classes[image], kind)
         np.testing.assert_allclose(
-            found.scores[image], 1 / (1 + np.exp(-logits[image, query, kind])), rtol=1e-5
+            detections.scores[image], 1 / (1 + np.exp(-logits[image, query, kind])), rtol=1e-5
         )
         corners = np.asarray(to_corners(jnp.asarray(boxes[image, query])))
-        wanted = corners.clip(0, 1) * np.tile(extent[image, ::-1], 2)
-        np.testing.assert_allclose(found.boxes[image], wanted, rtol=1e-4, atol=1e-4)
+        expected = corners.clip(0, 1) * np.tile(extent[image, ::-1], 2)
+        np.testing.assert_allclose(detections.boxes[image], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_images_without_padding_need_no_extent(model):
     graph, state = nnx.split(model)
     run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
     images = some_batch()["image"]
-    found, same = run(state, images), run(state, images, jnp.array([[32, 48]] * 2))
-    assert found.boxes.shape == (2, 5, 4)
+    implicit, explicit = run(state, images), run(state, images, jnp.array([[32, 48]] * 2))
+    assert implicit.boxes.shape == (2, 5, 4)
     for name in ("boxes", "scores", "classes"):
-        np.testing.assert_allclose(getattr(found, name), getattr(same, name), atol=1e-5)
-    assert (found.scores[:, 1:] <= found.scores[:, :-1]).all()
+        np.testing.assert_allclose(getattr(implicit, name), getattr(explicit, name), atol=1e-5)
+    assert (implicit.scores[:, 1:] <= implicit.scores[:, :-1]).all()
 
 
 @pytest.mark.slow
-def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
+def test_an_exported_program_takes_padded_images(model, tmp_path):
     batch = some_batch()
     rope_jax.export(model, tmp_path / "dino.bin", resolution=(32, 48), platforms=("cpu",))
-    found = rope_jax.load_exported(tmp_path / "dino.bin").call(batch["image"], batch["extent"])
+    outputs = rope_jax.load_exported(tmp_path / "dino.bin").call(batch["image"], batch["extent"])
     graph, state = nnx.split(model)
     run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
-    for name, wanted in vars(run(state, batch["image"], batch["extent"])).items():
-        np.testing.assert_allclose(found[name], wanted, atol=1e-4)
+    for name, expected in vars(run(state, batch["image"], batch["extent"])).items():
+        np.testing.assert_allclose(outputs[name], expected, atol=1e-4)

@@ -19,7 +19,7 @@ HEAD = (
 SIDE, SCENES, ROWS, STEPS = 64, 16, 8, 600
 
 
-def batch_of(images):
+def make_batch(images):
     """All images as a batch of the loader."""
     boxes = np.zeros((SCENES, ROWS, 4), np.float32)
     labels = np.full((SCENES, ROWS), -1, np.int32)
@@ -41,11 +41,11 @@ def precision(model, images, batch, config):
     """The scores of a model on the images that it was trained on."""
     prepared = TASKS["detection"].prepare_batch(batch, config, seed=0, key=jax.random.key(0))
     graph, state = nnx.split(model)
-    found = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(
+    detections = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(
         state, prepared["image"], prepared["extent"]
     )
-    whole = batch | {"original": batch["extent"], "mask": jnp.ones(SCENES, bool)}
-    part = jax.tree.map(np.asarray, TASKS["detection"].count(found, whole, images))
+    truth = batch | {"original": batch["extent"], "mask": jnp.ones(SCENES, bool)}
+    part = jax.tree.map(np.asarray, TASKS["detection"].count(detections, truth, images))
     return TASKS["detection"].scores([part], images)
 
 
@@ -53,7 +53,7 @@ def precision(model, images, batch, config):
 def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "train", SCENES)
     images = scenes.load_scene_boxes("train", (SIDE, SIDE))
-    config, batch = resolve({}), batch_of(images)
+    config, batch = resolve({}), make_batch(images)
     model = rope_jax.create_model(
         "vit_digits",
         head=HEAD,
@@ -65,7 +65,7 @@ def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
         heads=2,
         position="rope_mixed",
     )
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 50, STEPS)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0))
 
@@ -75,16 +75,16 @@ def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
 
         def loss(params):
             return TASKS["detection"].loss(
-                nnx.merge(graph, params, rest), prepared, config, key=key
+                nnx.merge(graph, params, others), prepared, config, key=key
             )
 
-        (value, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        (value, hit_rate), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, (value, found)
+        return optax.apply_updates(params, updates), state, (value, hit_rate)
 
     state = optimizer.init(params)
     for number in range(STEPS):
-        params, state, (_, found) = step(params, state, jax.random.key(number))
-    assert found > 0.95  # of the boxes, in the last step
-    model = nnx.merge(graph, params, rest)
+        params, state, (_, hit_rate) = step(params, state, jax.random.key(number))
+    assert hit_rate > 0.95  # of the boxes, in the last step
+    model = nnx.merge(graph, params, others)
     assert precision(model, images, batch, config)["ap50"] > 0.95

@@ -27,50 +27,50 @@ SMALL = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
 FLOAT = dtypes_of(jnp.dtype(jnp.float32))
 
 
-def test_blocks_of_heo_and_beit():
+def test_third_blocks():
     assert third_blocks(12) == (3, 5, 7, 11)
     assert third_blocks(24) == (7, 11, 15, 23)
     assert third_blocks(4) == (0, 1, 2, 3)
 
 
-def test_maps_are_resized_as_by_definition():
+def test_resized_maps_match_the_definition():
     """A pixel lies between the two nearest centres; at the border it is the outermost one."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
-    wanted = np.zeros((2, 7, 4, 4))
+    expected = np.zeros((2, 7, 4, 4))
     for i in range(7):
         for j in range(4):
             y, z = (i + 0.5) * 3 / 7 - 0.5, (j + 0.5) * 5 / 4 - 0.5
             for di in (0, 1):
                 for dj in (0, 1):
                     row, column = math.floor(y) + di, math.floor(z) + dj
-                    share = (1 - abs(y - row)) * (1 - abs(z - column))
-                    wanted[:, i, j] += share * x[:, min(max(row, 0), 2), min(max(column, 0), 4)]
-    np.testing.assert_allclose(resize_maps(jnp.asarray(x), (7, 4)), wanted, atol=1e-6)
+                    weight = (1 - abs(y - row)) * (1 - abs(z - column))
+                    expected[:, i, j] += weight * x[:, min(max(row, 0), 2), min(max(column, 0), 4)]
+    np.testing.assert_allclose(resize_maps(jnp.asarray(x), (7, 4)), expected, atol=1e-6)
 
 
-def test_bins_overlap_and_may_be_more_than_the_tokens():
+def test_bins_overlap_and_may_outnumber_the_tokens():
     x = np.random.default_rng(0).standard_normal((1, 3, 7, 2)).astype(np.float32)
-    found = np.asarray(average_bins(jnp.asarray(x), 6))
+    means = np.asarray(average_bins(jnp.asarray(x), 6))
     for i in range(6):
         for j in range(6):
             rows = slice(i * 3 // 6, -(-(i + 1) * 3 // 6))
             columns = slice(j * 7 // 6, -(-(j + 1) * 7 // 6))
-            wanted = x[0, rows, columns].mean((0, 1))
-            np.testing.assert_allclose(found[0, i, j], wanted, atol=1e-6)
+            expected = x[0, rows, columns].mean((0, 1))
+            np.testing.assert_allclose(means[0, i, j], expected, atol=1e-6)
 
 
-def test_cells_of_a_token_lie_beside_each_other():
+def test_cells_of_a_token_are_adjacent():
     """Cell (a, b) of a token at (y, x) becomes the prediction at (2 y + a, 2 x + b)."""
     head = create_head(
         "linear", channels=[5], num_classes=3, rngs=nnx.Rngs(0), overrides={"cells": 2}
     )
     maps = jax.random.normal(jax.random.key(0), (2, 3, 4, 5))
-    found = head([maps]).logits
-    assert found.shape == (2, 6, 8, 3)
-    own = np.asarray(head.classify(maps)).reshape(2, 3, 4, 2, 2, 3)
+    logits = head([maps]).logits
+    assert logits.shape == (2, 6, 8, 3)
+    cells = np.asarray(head.classify(maps)).reshape(2, 3, 4, 2, 2, 3)
     for a, b in np.ndindex(2, 2):
-        np.testing.assert_array_equal(found[:, a::2, b::2], own[..., a, b, :])
+        np.testing.assert_array_equal(logits[:, a::2, b::2], cells[..., a, b, :])
 
 
 def test_training_draws_dropout_and_moves_batch_statistics():
@@ -83,8 +83,8 @@ def test_training_draws_dropout_and_moves_batch_statistics():
     @jax.jit
     def run(state, key):
         model = nnx.merge(graph, state)
-        found = model.predict(images, train=True, key=key)
-        return found, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        predictions = model.predict(images, train=True, key=key)
+        return predictions, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     first, stats = run(state, jax.random.key(1))
     second, _ = run(state, jax.random.key(2))
@@ -96,7 +96,7 @@ def test_training_draws_dropout_and_moves_batch_statistics():
     assert all(jax.tree.leaves(moved))
 
 
-def test_a_head_of_yours_is_a_class_and_an_entry():
+def test_registering_a_custom_head():
     class Mean(SegmentationHead):
         """Every pixel gets the logits of the mean token."""
 
@@ -116,8 +116,8 @@ def test_a_head_of_yours_is_a_class_and_an_entry():
             rope_jax.create_model, "deit_ti16", head="mean", num_classes=3, **SMALL
         )
         images = jax.ShapeDtypeStruct((1, 16, 8, 3), jnp.float32)
-        found = jax.eval_shape(lambda images: make()(images), images)
-        assert found.shape == (1, 16, 8, 3)
+        logits = jax.eval_shape(lambda images: make()(images), images)
+        assert logits.shape == (1, 16, 8, 3)
     finally:
         del HEADS["mean"]
 
@@ -127,7 +127,7 @@ def test_a_head_takes_a_fixed_number_of_maps():
         create_head("upernet", channels=[8], num_classes=3, rngs=nnx.Rngs(0))
 
 
-def test_weights_of_mmsegmentations_segmenter_are_those_of_the_authors_own():
+def test_mmsegmentation_and_the_authors_name_the_same_segmenter():
     """Both name the same arrays: the names of one are translated to those of the other."""
     settings = {"head": "segmenter(head_dim=8)", "num_classes": 3, **SMALL}
     model = rope_jax.create_model("deit_ti16", seed=1, **settings)
@@ -136,8 +136,8 @@ def test_weights_of_mmsegmentations_segmenter_are_those_of_the_authors_own():
     assert "backbone.layers.0.attn.attn.in_proj_weight" in exported
     assert exported["decode_head.patch_proj.weight"].shape == (16, 16)
     rope_jax.convert_state_dict(other, exported, source="mmseg")
-    own = export_state_dict(model, source="segmenter")
+    original = export_state_dict(model, source="segmenter")
     np.testing.assert_array_equal(
-        own["decoder.proj_patch"], exported["decode_head.patch_proj.weight"].T
+        original["decoder.proj_patch"], exported["decode_head.patch_proj.weight"].T
     )
-    assert_equal(export_state_dict(other, source="segmenter"), own)
+    assert_equal(export_state_dict(other, source="segmenter"), original)

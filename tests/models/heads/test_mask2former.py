@@ -23,7 +23,7 @@ VIT = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
 SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size": 64}
 
 
-def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
+def test_a_query_attends_to_its_mask_or_everywhere_if_empty():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
     logits[0, :, :, 1] = -np.abs(logits[0, :, :, 1])  # the mask of this query is empty
@@ -35,7 +35,7 @@ def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
     assert all((mask[at] == inside[at]).all() for at in others)
 
 
-def test_scores_are_sums_over_queries_of_resized_masks():
+def test_scores_sum_resized_masks_over_queries():
     """Masks are resized, not scores; the class of no object has none."""
     rng = np.random.default_rng(0)
     head = nnx.eval_shape(
@@ -44,7 +44,7 @@ def test_scores_are_sums_over_queries_of_resized_masks():
     classes, embeddings = (rng.standard_normal((2, 1, 5, n)).astype("f") for n in (4, 6))
     pixels = rng.standard_normal((1, 3, 4, 6)).astype("f")
     predictions = MaskPredictions(*map(jnp.asarray, (classes, embeddings, pixels)))
-    found = head.result(predictions, (6, 8))
+    scores = head.result(predictions, (6, 8))
     masks = np.einsum("hwc,qc->hwq", pixels[0], embeddings[1, 0])
     rows, columns = (np.kron(np.eye(n), np.ones((2, 1))) for n in (3, 4))
     for matrix in (rows, columns):  # twice the size: 3/4 of the nearest pixel, 1/4 of the next
@@ -52,17 +52,17 @@ def test_scores_are_sums_over_queries_of_resized_masks():
             matrix[i] *= 0.75
             matrix[i, min(max(i // 2 + (1 if i % 2 else -1), 0), matrix.shape[1] - 1)] += 0.25
     masks = np.einsum("yh,xw,hwq->yxq", rows, columns, masks)
-    shares = np.exp(classes[1, 0]) / np.exp(classes[1, 0]).sum(-1, keepdims=True)
-    wanted = np.einsum("qk,yxq->yxk", shares[:, :3], 1 / (1 + np.exp(-masks)))
-    np.testing.assert_allclose(found[0], wanted, atol=1e-5)
-    assert (head.probabilities(found[0]) == found[0]).all()
+    probabilities = np.exp(classes[1, 0]) / np.exp(classes[1, 0]).sum(-1, keepdims=True)
+    expected = np.einsum("qk,yxq->yxk", probabilities[:, :3], 1 / (1 + np.exp(-masks)))
+    np.testing.assert_allclose(scores[0], expected, atol=1e-5)
+    assert (head.probabilities(scores[0]) == scores[0]).all()
 
 
-def drawn(count):
-    """A batch of scenes of 32 pixels, of which one has no labels."""
-    found = [scenes.draw_scene("train", number, (32, 32)) for number in range(count)]
-    labels = np.stack([one.labels for one in found])
-    images = np.stack([one.image for one in found]).astype(np.float32) / 127.5 - 1
+def draw_batch(count):
+    """A batch of scenes of 32 pixels."""
+    scene_list = [scenes.draw_scene("train", number, (32, 32)) for number in range(count)]
+    labels = np.stack([scene.labels for scene in scene_list])
+    images = np.stack([scene.image for scene in scene_list]).astype(np.float32) / 127.5 - 1
     return {"image": images, "label": labels}
 
 
@@ -70,17 +70,17 @@ def drawn(count):
 def step():
     """Parameters, optimizer's state, and a training step of a small model."""
     model = rope_jax.create_model("deit_ti16", head=SMALL, num_classes=11, **VIT)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
     optimizer, config = optax.adam(4e-3), resolve({})
 
     def loss(params, batch, key):
-        return TASKS["segmentation"].loss(nnx.merge(graph, params, rest), batch, config, key=key)
+        return TASKS["segmentation"].loss(nnx.merge(graph, params, others), batch, config, key=key)
 
     @jax.jit
     def step(params, state, batch, key):
-        found, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+        metrics, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
         updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, found, gradients
+        return optax.apply_updates(params, updates), state, metrics, gradients
 
     return params, optimizer.init(params), step
 
@@ -88,7 +88,7 @@ def step():
 @pytest.mark.slow
 def test_every_parameter_has_a_gradient(step):
     params, state, train = step
-    batch = drawn(4)
+    batch = draw_batch(4)
     batch["label"][1] = 255
     _, _, (value, _), gradients = train(params, state, batch, jax.random.key(0))
     assert np.isfinite(value)
@@ -104,11 +104,11 @@ def test_every_parameter_has_a_gradient(step):
 def test_a_small_model_learns_scenes(step):
     """Sixty steps on four scenes: digits are found, where all but a tenth is background."""
     params, state, train = step
-    batch, found = drawn(4), []
+    batch, history = draw_batch(4), []
     for number in range(60):
         params, state, metrics, _ = train(params, state, batch, jax.random.key(number))
-        found.append([float(x) for x in metrics])
-    losses, accuracies = np.array(found).T
+        history.append([float(x) for x in metrics])
+    losses, accuracies = np.array(history).T
     background = (batch["label"] == 0).mean()
     assert losses[-5:].mean() < 0.4 * losses[:5].mean()
     assert accuracies[-5:].mean() > background + 0.05

@@ -19,17 +19,17 @@ uncertain_points = jax.jit(ml.uncertain_points, static_argnums=1)
 
 
 def bilinear(image, x, y):
-    """A value between the centres of four pixels, of which those outside are 0."""
+    """Interpolates between the centres of four pixels; pixels outside are 0."""
     height, width = image.shape
-    x, y, found = x * width - 0.5, y * height - 0.5, 0.0
+    x, y, total = x * width - 0.5, y * height - 0.5, 0.0
     for row in (int(np.floor(y)), int(np.floor(y)) + 1):
         for column in (int(np.floor(x)), int(np.floor(x)) + 1):
             if 0 <= row < height and 0 <= column < width:
-                found += (1 - abs(x - column)) * (1 - abs(y - row)) * image[row, column]
-    return found
+                total += (1 - abs(x - column)) * (1 - abs(y - row)) * image[row, column]
+    return total
 
 
-def sampled(image, points):
+def sample(image, points):
     return np.array([bilinear(image, x, y) for x, y in points])
 
 
@@ -37,19 +37,19 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def entropy(logits, wanted):
-    chances = sigmoid(logits)
-    return -(wanted * np.log(chances) + (1 - wanted) * np.log(1 - chances)).mean()
+def entropy(logits, mask):
+    p = sigmoid(logits)
+    return -(mask * np.log(p) + (1 - mask) * np.log(1 - p)).mean()
 
 
-def dice(logits, wanted):
-    chances = sigmoid(logits)
-    return 1 - (2 * (chances * wanted).sum() + 1) / (chances.sum() + wanted.sum() + 1)
+def dice(logits, mask):
+    p = sigmoid(logits)
+    return 1 - (2 * (p * mask).sum() + 1) / (p.sum() + mask.sum() + 1)
 
 
 def softmax(x):
-    shares = np.exp(x - x.max(-1, keepdims=True))
-    return shares / shares.sum(-1, keepdims=True)
+    exponentials = np.exp(x - x.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 def scene(*, batch=2, size=(6, 9), classes=4):
@@ -60,46 +60,46 @@ def scene(*, batch=2, size=(6, 9), classes=4):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_maps_and_masks_are_read_between_pixels(shared):
+def test_maps_and_masks_are_interpolated(shared):
     maps, labels = RNG.standard_normal((2, 3, 5, 4)), scene()
     points = RNG.random((2, 7, 1 if shared else 4, 2))
     points[:, 0] = 0.0  # a corner of the image, where three of four pixels are outside
     targets = np.array([[0, 1, 2, 3], [3, 1, 0, 2]])
-    found = jax.jit(ml.sample_maps)(maps, points)
+    values = jax.jit(ml.sample_maps)(maps, points)
     masks = jax.jit(ml.sample_masks)(labels, targets, points)
     for image, channel in np.ndindex(2, 4):
-        own = points[image, :, 0 if shared else channel]
-        wanted = sampled(maps[image, :, :, channel], own)
-        np.testing.assert_allclose(found[image, :, channel], wanted, atol=1e-12)
-        wanted = sampled(1.0 * (labels[image] == targets[image, channel]), own)
-        np.testing.assert_allclose(masks[image, :, channel], wanted, atol=1e-12)
+        places = points[image, :, 0 if shared else channel]
+        expected = sample(maps[image, :, :, channel], places)
+        np.testing.assert_allclose(values[image, :, channel], expected, atol=1e-12)
+        expected = sample(1.0 * (labels[image] == targets[image, channel]), places)
+        np.testing.assert_allclose(masks[image, :, channel], expected, atol=1e-12)
 
 
 def test_targets_are_the_classes_that_occur():
     labels = np.array([[[3, 0], [255, 3]], [[255, 255], [255, 255]], [[1, 2], [0, 3]]], np.uint8)
     targets, real = map(np.asarray, jax.jit(ml.targets_of, static_argnums=(1, 2))(labels, 5, 3))
-    found = [row[kept].tolist() for row, kept in zip(targets, real, strict=True)]
-    assert found == [[0, 3], [], [0, 1, 2]]
+    classes = [row[is_real].tolist() for row, is_real in zip(targets, real, strict=True)]
+    assert classes == [[0, 3], [], [0, 1, 2]]
 
 
-def test_the_cost_of_a_match_is_that_of_class_mask_and_dice():
+def test_matching_costs_combine_class_mask_and_dice():
     logits, masks, labels = (
         RNG.standard_normal((2, 5, 5)),
         RNG.standard_normal((2, 3, 5, 5)),
         scene(),
     )
     points, targets = RNG.random((2, 50, 1, 2)), np.array([[0, 3, 1], [2, 1, 3]])
-    found = jax.jit(ml.matching_costs)(logits, masks, labels, targets, points)
+    costs = jax.jit(ml.matching_costs)(logits, masks, labels, targets, points)
     for image, target, query in np.ndindex(2, 3, 5):
-        own, k = points[image, :, 0], targets[image, target]
-        mask = sampled(masks[image, :, :, query], own)
-        wanted = sampled(1.0 * (labels[image] == k), own)
-        cost = 5 * entropy(mask, wanted) + 5 * dice(mask, wanted)
+        places, k = points[image, :, 0], targets[image, target]
+        mask = sample(masks[image, :, :, query], places)
+        target_mask = sample(1.0 * (labels[image] == k), places)
+        cost = 5 * entropy(mask, target_mask) + 5 * dice(mask, target_mask)
         cost -= 2 * softmax(logits[image, query])[k]
-        np.testing.assert_allclose(found[image, target, query], cost, rtol=1e-10)
+        np.testing.assert_allclose(costs[image, target, query], cost, rtol=1e-10)
 
 
-def test_three_quarters_of_the_points_are_the_least_certain_of_three_times_as_many():
+def test_three_quarters_of_the_points_are_uncertain():
     """On a ramp from -1 to 1, a quarter of random points is nearer to 0 than about 1/4."""
     masks = np.broadcast_to(np.linspace(-1, 1, 401)[:, None], (1, 200, 401, 2))
     points = np.asarray(uncertain_points(masks, 4000, jax.random.key(0)))
@@ -115,44 +115,44 @@ def definition(classes, embeddings, pixels, labels, number, key):
     """The loss of all layers, with SciPy's matches; points are drawn as by the code."""
     layers, batch, queries, outputs = classes.shape
     keys = jax.random.split(key, (2, layers))
-    present = [[k for k in np.unique(one) if k != 255] for one in labels]
+    present = [[k for k in np.unique(image_labels) if k != 255] for image_labels in labels]
     total, rows = 0.0, min(outputs - 1, queries)
     for layer in range(layers):
         shared = np.asarray(jax.random.uniform(keys[0][layer], (batch, number, 1, 2)))
         masks = np.einsum("bhwc,bqc->bqhw", pixels, embeddings[layer])
         pairs = []
-        for image, there in enumerate(present):
-            costs = np.zeros((len(there), queries))
+        for image, classes_present in enumerate(present):
+            costs = np.zeros((len(classes_present), queries))
             for row, query in np.ndindex(*costs.shape):
-                own = shared[image, :, 0]
-                mask = sampled(masks[image, query], own)
-                wanted = sampled(1.0 * (labels[image] == there[row]), own)
-                costs[row, query] = 5 * entropy(mask, wanted) + 5 * dice(mask, wanted)
-                costs[row, query] -= 2 * softmax(classes[layer, image, query])[there[row]]
+                matched_masks = shared[image, :, 0]
+                mask = sample(masks[image, query], matched_masks)
+                target_mask = sample(1.0 * (labels[image] == classes_present[row]), matched_masks)
+                costs[row, query] = 5 * entropy(mask, target_mask) + 5 * dice(mask, target_mask)
+                costs[row, query] -= 2 * softmax(classes[layer, image, query])[classes_present[row]]
             pairs.append(scipy.optimize.linear_sum_assignment(costs)[1])
         # The matched masks, in rows as the code has them, for the same points.
-        own = np.zeros((batch, *pixels.shape[1:3], rows))
+        matched_masks = np.zeros((batch, *pixels.shape[1:3], rows))
         for image, matched in enumerate(pairs):
-            own[image, :, :, : len(matched)] = np.moveaxis(masks[image, matched], 0, -1)
-        points = np.asarray(uncertain_points(own, number, keys[1][layer]))
+            matched_masks[image, :, :, : len(matched)] = np.moveaxis(masks[image, matched], 0, -1)
+        points = np.asarray(uncertain_points(matched_masks, number, keys[1][layer]))
         count, weights, losses, parts = sum(map(len, present)), 0.0, 0.0, 0.0
-        for image, (there, matched) in enumerate(zip(present, pairs, strict=True)):
-            goal = dict(zip(matched.tolist(), there, strict=True))
+        for image, (classes_present, matched) in enumerate(zip(present, pairs, strict=True)):
+            goal = dict(zip(matched.tolist(), classes_present, strict=True))
             for query in range(queries):
                 weight = 1.0 if query in goal else 0.1
-                share = softmax(classes[layer, image, query])[goal.get(query, outputs - 1)]
-                losses, weights = losses - weight * np.log(share), weights + weight
-            for row, k in enumerate(there):
-                mask = sampled(own[image, :, :, row], points[image, :, row])
-                wanted = sampled(1.0 * (labels[image] == k), points[image, :, row])
-                parts += 5 * entropy(mask, wanted) + 5 * dice(mask, wanted)
+                probability = softmax(classes[layer, image, query])[goal.get(query, outputs - 1)]
+                losses, weights = losses - weight * np.log(probability), weights + weight
+            for row, k in enumerate(classes_present):
+                mask = sample(matched_masks[image, :, :, row], points[image, :, row])
+                target_mask = sample(1.0 * (labels[image] == k), points[image, :, row])
+                parts += 5 * entropy(mask, target_mask) + 5 * dice(mask, target_mask)
         total += 2 * losses / weights + parts / max(count, 1)
     return total
 
 
 @pytest.mark.parametrize("queries", [6, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_loss_is_that_of_matched_queries_summed_over_layers(queries):
-    """Of an image without labels too, and with fewer queries than classes."""
+def test_the_loss_sums_matched_queries_over_layers(queries):
+    """Also with an image without labels, and with fewer queries than classes."""
     classes, embeddings = (RNG.standard_normal((3, 3, queries, n)) for n in (6, 4))
     pixels, labels = RNG.standard_normal((3, 4, 6, 4)), scene(batch=3, classes=3)
     labels[1] = 255
@@ -162,14 +162,14 @@ def test_the_loss_is_that_of_matched_queries_summed_over_layers(queries):
     def loss(classes, embeddings, pixels):
         return ml.set_loss(classes, embeddings, pixels, jnp.asarray(labels), points=40, key=key)
 
-    found = loss(classes, embeddings, pixels)
-    wanted = definition(classes, embeddings, pixels, labels, 40, key)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    result = loss(classes, embeddings, pixels)
+    expected = definition(classes, embeddings, pixels, labels, 40, key)
+    np.testing.assert_allclose(result, expected, rtol=1e-9)
 
 
 @pytest.mark.slow
-def test_a_batch_without_labels_has_a_loss_of_classes_alone():
-    """And its gradient teaches every query that there is no object."""
+def test_without_labels_only_classes_have_a_loss():
+    """Its gradient teaches every query that there is no object."""
     classes, embeddings = (RNG.standard_normal((2, 1, 4, n)) for n in (3, 4))
     pixels, labels = RNG.standard_normal((1, 4, 4, 4)), np.full((1, 8, 8), 255, np.uint8)
 
@@ -179,10 +179,10 @@ def test_a_batch_without_labels_has_a_loss_of_classes_alone():
     value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(
         classes, embeddings, pixels
     )
-    wanted = -2 * np.log(softmax(np.asarray(classes))[..., -1]).mean((1, 2)).sum()
-    np.testing.assert_allclose(value, wanted, rtol=1e-10)
+    expected = -2 * np.log(softmax(np.asarray(classes))[..., -1]).mean((1, 2)).sum()
+    np.testing.assert_allclose(value, expected, rtol=1e-10)
     assert (np.asarray(gradients[0])[..., -1] < 0).all()
-    assert all((np.asarray(one) == 0).all() for one in gradients[1:])
+    assert all((np.asarray(gradient) == 0).all() for gradient in gradients[1:])
 
 
 _DEVICES = """
@@ -208,15 +208,15 @@ print(len(re.findall(r"= pred[[][]] all-reduce", compiled.as_text())), mesh.size
 
 
 @pytest.mark.process
-def test_devices_do_not_wait_for_each_other_while_they_match():
+def test_devices_match_independently():
     """The loss is that of one device, and no loop waits for all devices at each step."""
-    found = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", _DEVICES],
         env=os.environ | environment(2),
         check=True,
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    alone, divided = map(float, found[-2].split())
+    alone, divided = map(float, output[-2].split())
     assert divided == pytest.approx(alone, rel=1e-5)
-    assert found[-1] == "0 2"
+    assert output[-1] == "0 2"

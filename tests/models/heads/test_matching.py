@@ -21,31 +21,31 @@ def problems():
     return costs.astype(np.float32), real
 
 
-def test_the_cost_is_that_of_scipy_for_any_padding():
+def test_matching_costs_as_much_as_scipys_for_any_padding():
     costs, real = problems()
-    found = np.asarray(matched(costs, real))
-    for cost, rows, queries in zip(costs, real, found, strict=True):
+    matches = np.asarray(matched(costs, real))
+    for cost, rows, queries in zip(costs, real, matches, strict=True):
         assert len(set(queries.tolist())) == TARGETS  # padding takes none of the others' queries
-        wanted = cost[rows][scipy.optimize.linear_sum_assignment(cost[rows])]
-        np.testing.assert_allclose(cost[rows, queries[rows]].sum(), wanted.sum(), atol=1e-5)
+        expected = cost[rows][scipy.optimize.linear_sum_assignment(cost[rows])]
+        np.testing.assert_allclose(cost[rows, queries[rows]].sum(), expected.sum(), atol=1e-5)
         if cost[0, 0] % 1:  # the least sum is that of one matching alone
             np.testing.assert_array_equal(
                 queries[rows], scipy.optimize.linear_sum_assignment(cost[rows])[1]
             )
 
 
-def test_costs_of_padding_do_not_count():
+def test_costs_of_padding_are_ignored():
     costs, real = problems()
     other = np.where(real[..., None], costs, np.nan).astype(np.float32)
     np.testing.assert_array_equal(matched(costs, real), matched(other, real))
 
 
-def test_costs_that_are_not_finite_end_the_search_all_the_same():
+def test_non_finite_costs_still_end_the_search():
     costs, real = problems()
     costs[:, ::2] = np.nan
     costs[:, 1::2, ::3] = np.inf
-    found = np.asarray(matched(costs, np.ones_like(real)))
-    assert (np.sort(found)[:, 1:] > np.sort(found)[:, :-1]).all()
+    matches = np.asarray(matched(costs, np.ones_like(real)))
+    assert (np.sort(matches)[:, 1:] > np.sort(matches)[:, :-1]).all()
 
 
 def test_more_targets_than_queries_are_refused():

@@ -14,15 +14,15 @@ def test_the_loss_is_the_cross_entropy_of_pixels_with_a_class(divisor):
     labels = rng.integers(0, 5, (2, 6, 8), dtype=np.uint8)
     labels[rng.random(labels.shape) < 0.3] = 255
     full = np.asarray(resize_maps(jnp.asarray(logits), (6, 8)), np.float64)
-    shares = np.exp(full) / np.exp(full).sum(-1, keepdims=True)
+    probabilities = np.exp(full) / np.exp(full).sum(-1, keepdims=True)
     valid = labels != 255
-    picked = np.take_along_axis(shares, np.where(valid, labels, 0)[..., None], -1)[..., 0]
+    picked = np.take_along_axis(probabilities, np.where(valid, labels, 0)[..., None], -1)[..., 0]
     count = valid.sum() if divisor == "valid" else labels.size
-    wanted = -np.log(picked)[valid].sum() / count
-    found, gradient = jax.jit(
+    expected = -np.log(picked)[valid].sum() / count
+    loss, gradient = jax.jit(
         jax.value_and_grad(lambda x: pixel_loss(x, jnp.asarray(labels), divisor=divisor))
     )(logits)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
     # Ignored pixels have no gradient: that of an image of them is 0.
     ignored = np.full_like(labels, 255)
     nothing = jax.grad(lambda x: pixel_loss(x, jnp.asarray(ignored), divisor=divisor))(logits)

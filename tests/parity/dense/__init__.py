@@ -1,13 +1,13 @@
-"""Goldens of dense prediction: outputs of official code for weights and inputs that can be redrawn.
+"""Goldens of dense prediction: outputs of official code for reproducible weights and inputs.
 
-A folder of goldens has a `cases.json`, which maps names to what the golden was made with: sizes
+A folder of goldens has a `cases.json`, which maps names to the settings of the golden: sizes
 [h, w], channels, seeds, classes. NAME.json lists shapes and kinds of the weights, and NAME.npz
 holds the outputs in float32 and, as "..._f64", in float64.
 
 The check of a kind of goldens is a module of this package whose name begins their names: `vitdet`
 for vitdet_abs and vitdet_rel. It defines
 
-    outputs(golden, dtype)    arrays by name, as stored: NCHW, and only the part that is stored
+    outputs(golden, dtype)    arrays by name, as stored: NCHW, and only the stored part
     LIMITS                    optional: limits that differ from those below
 
 and reads all numbers from `golden.case`. `python -m tests.parity.dense FOLDER [--x64]` runs the
@@ -37,7 +37,7 @@ class Golden:
     """One golden.
 
     Attributes:
-        folder: that it is in.
+        folder: of the golden.
         name: its name.
         case: its entry of `cases.json`.
     """
@@ -47,25 +47,25 @@ class Golden:
     case: dict
 
     @functools.cached_property
-    def about(self):
+    def metadata(self):
         """The content of NAME.json."""
         return json.loads((self.folder / f"{self.name}.json").read_text())
 
     @property
     def weights(self):
-        """Arrays by torch's names, without those that follow from others ("fixed") and counters."""
+        """Arrays by torch's names, without derived ones ("fixed") and counters."""
         return {
             key: official.tensor(key, shape, kind)
-            for key, (shape, kind) in self.about["keys"].items()
+            for key, (shape, kind) in self.metadata["keys"].items()
             if kind not in ("fixed", "counter")
         }
 
     def outputs(self, dtype):
-        """The stored outputs by name, those of floating-point numbers in `dtype`."""
+        """The stored outputs by name, floating-point ones in `dtype`."""
         with np.load(self.folder / f"{self.name}.npz") as file:
             arrays = dict(file)
         exact = {key.removesuffix("_f64"): x for key, x in arrays.items() if key.endswith("_f64")}
-        plain = {key: x for key, x in arrays.items() if key in self.about["arrays"]}
+        plain = {key: x for key, x in arrays.items() if key in self.metadata["arrays"]}
         return plain | exact if dtype == "float64" else plain
 
 
@@ -76,34 +76,34 @@ def goldens(folder=DATA):
     return {name: Golden(folder, name, case) for name, case in cases.items()}
 
 
-def check_of(name):
+def find_check(name):
     """The module that checks goldens of this name, or None."""
     kinds = [module.name for module in pkgutil.iter_modules(__path__)]
-    found = [kind for kind in kinds if name.startswith(kind)]
-    return importlib.import_module(f"{__name__}.{max(found, key=len)}") if found else None
+    matching = [kind for kind in kinds if name.startswith(kind)]
+    return importlib.import_module(f"{__name__}.{max(matching, key=len)}") if matching else None
 
 
 def differences(golden, dtype):
     """The largest difference and the limit of each output of a golden, by name.
 
-    The difference of an output that either side lacks is infinite, and that of integers the number
-    of unequal ones.
+    The difference is infinite if either side lacks the output; for integers it is the number of
+    unequal values.
     """
-    check = check_of(golden.name)
+    check = find_check(golden.name)
     limits = LIMITS | getattr(check, "LIMITS", {})
     with jax.default_matmul_precision("highest"):
-        found = {key: np.asarray(x) for key, x in check.outputs(golden, dtype).items()}
-    wanted, rows = golden.outputs(dtype), {}
-    for key in wanted | found:
-        floating = key in wanted and wanted[key].dtype.kind == "f"
+        outputs = {key: np.asarray(x) for key, x in check.outputs(golden, dtype).items()}
+    expected, rows = golden.outputs(dtype), {}
+    for key in expected | outputs:
+        floating = key in expected and expected[key].dtype.kind == "f"
         limit = limits[dtype] if floating else 0.0
-        if key not in wanted or key not in found or wanted[key].shape != found[key].shape:
+        if key not in expected or key not in outputs or expected[key].shape != outputs[key].shape:
             rows[key] = (float("inf"), limit)
         elif floating:
-            assert found[key].dtype == dtype, f"{golden.name}: {key} is {found[key].dtype}"
-            rows[key] = (float(np.abs(wanted[key] - found[key]).max()), limit)
+            assert outputs[key].dtype == dtype, f"{golden.name}: {key} is {outputs[key].dtype}"
+            rows[key] = (float(np.abs(expected[key] - outputs[key]).max()), limit)
         else:
-            rows[key] = (float((wanted[key] != found[key]).sum()), limit)
+            rows[key] = (float((expected[key] != outputs[key]).sum()), limit)
     return rows
 
 

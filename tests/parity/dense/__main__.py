@@ -1,7 +1,7 @@
 """`python -m tests.parity.dense FOLDER [--x64]`: compares every golden of a folder with its check.
 
-Prints the largest difference of every output. The status is 1 where one is beyond its limit or a
-check fails, and 2 where a folder has no golden that can be checked.
+Prints the largest difference of every output. The status is 1 if an output is beyond its limit or a
+check fails, and 2 if no golden of the folder has a check.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import traceback
 
 import jax
 
-from tests.parity.dense import DATA, check_of, differences, goldens
+from tests.parity.dense import DATA, differences, find_check, goldens
 
 
 def main(arguments=None):
@@ -19,13 +19,13 @@ def main(arguments=None):
     parser.add_argument("--x64", action="store_true", help="in float64, not float32")
     options = parser.parse_args(arguments)
     cases = goldens(options.folder)
-    checked = {name: golden for name, golden in cases.items() if check_of(name)}
+    checked = {name: golden for name, golden in cases.items() if find_check(name)}
     wrong = []
     with jax.enable_x64(options.x64):
         for name, golden in checked.items():
             try:
                 rows = differences(golden, "float64" if options.x64 else "float32")
-            except Exception:  # the others are checked all the same
+            except Exception:  # the others are still checked
                 traceback.print_exc()
                 wrong.append(name)
                 continue
@@ -35,8 +35,8 @@ def main(arguments=None):
                 mark = "" if holds else "   BEYOND"
                 print(f"{name:20} {key:24} {difference:8.1e}   limit {limit:.0e}{mark}", flush=True)
     print(f"checked {len(checked)} of {len(cases)} goldens")
-    if left := [name for name in cases if name not in checked]:
-        print(f"there is no check of {', '.join(left)}")
+    if unchecked := [name for name in cases if name not in checked]:
+        print(f"there is no check of {', '.join(unchecked)}")
     if wrong:
         print(f"not as the official code: {', '.join(wrong)}")
     return 1 if wrong else 0 if checked else 2

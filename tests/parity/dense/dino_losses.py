@@ -1,4 +1,4 @@
-"""DINO's matching and losses of given predictions, against detrex."""
+"""DINO's matching and losses for fixed predictions, against detrex."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from tests.parity.dense import noise
 NAMES = {"classes": "loss_class", "l1": "loss_bbox", "giou": "loss_giou"}
 
 
-def targets_of(case, dtype):
-    """The targets of the images, padded to the largest number, and their number."""
+def make_targets(case, dtype):
+    """The targets of the images, padded to the largest number."""
     counts = case["objects"]
     boxes = np.zeros((len(counts), max(counts), 4), dtype)
     labels = np.full(boxes.shape[:2], -1, np.int32)
@@ -34,20 +34,20 @@ def run(logits, boxes, targets):
 
 def outputs(golden, dtype):
     case = golden.case
-    targets = targets_of(case, dtype)
+    targets = make_targets(case, dtype)
     real = np.asarray(targets.real)
     shape = (len(case["objects"]), case["queries"])
-    found = {}
+    results = {}
     for layer, seed in case["seeds"].items():
         logits = noise(*shape, case["classes"], seed=seed).astype(dtype)
         boxes = jax.nn.sigmoid(noise(*shape, 4, seed=seed + 1).astype(dtype))
         losses, queries = run(logits, boxes, targets)
         for name, loss in losses.items():
             suffix = "" if layer == "last" else layer
-            found[f"{NAMES[name]}{suffix}"] = loss / max(real.sum(), 1)
+            results[f"{NAMES[name]}{suffix}"] = loss / max(real.sum(), 1)
         if layer == "last":
             pairs = np.full(shape, -1)
             for image, target in np.argwhere(real):
                 pairs[image, queries[image, target]] = target
-            found["target_of_query"] = pairs
-    return found
+            results["target_of_query"] = pairs
+    return results

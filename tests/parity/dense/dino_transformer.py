@@ -1,4 +1,4 @@
-"""DINO's encoder, choice of queries and decoder on given maps with padding, against detrex."""
+"""DINO's encoder, choice of queries and decoder on fixed maps with padding, against detrex."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.parity.dense import noise
 LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
 
 
-def created(case, weights, dtype):
+def make_model(case, weights, dtype):
     """The transformer of a case, without its weights."""
     options = DinoOptions(
         width=case["channels"],
@@ -30,7 +30,7 @@ def created(case, weights, dtype):
     return Transformer(options, case["classes"], rngs=nnx.Rngs(0), dtypes=dtypes)
 
 
-def inputs_of(case, dtype):
+def make_inputs(case, dtype):
     """Maps, and padding of the last quarter of the columns of the second image."""
     maps = [
         noise(2, case["channels"], *size, seed=case["seed"] + i).transpose(0, 2, 3, 1)
@@ -45,17 +45,17 @@ def inputs_of(case, dtype):
 
 def outputs(golden, dtype):
     case = golden.case
-    model = nnx.eval_shape(lambda: created(case, golden.weights, dtype))
+    model = nnx.eval_shape(lambda: make_model(case, golden.weights, dtype))
     rope_jax.convert_state_dict(model, golden.weights, source="detrex")
     graph, state = nnx.split(model)
-    maps, padding = inputs_of(case, dtype)
-    found = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(state, maps, padding)
+    maps, padding = make_inputs(case, dtype)
+    results = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(state, maps, padding)
     last = map_positions(padding[-1], case["channels"])
     return {
-        "states": found.states[..., ::16],
-        "init_reference": found.initial,
-        "references": found.references,
-        "enc_state": found.chosen[..., ::16],
-        "enc_reference": found.proposals,
+        "states": results.states[..., ::16],
+        "init_reference": results.initial,
+        "references": results.references,
+        "enc_state": results.chosen[..., ::16],
+        "enc_reference": results.proposals,
         f"positions{len(padding) - 1}": np.asarray(last, dtype).transpose(0, 3, 1, 2)[:, ::16],
     }

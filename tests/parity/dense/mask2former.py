@@ -1,4 +1,4 @@
-"""Mask2Former's decoders on given maps, and its semantic scores."""
+"""Mask2Former's decoders on fixed maps, and its semantic scores."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from tests.parity.dense import noise
 LIMITS = {"float64": 2e-5}  # the official positions are float32
 
 
-def created(case, weights, dtype):
+def make_model(case, weights, dtype):
     """The head of a case, without weights."""
     options = {
         "width": case["width"],
@@ -36,7 +36,7 @@ def created(case, weights, dtype):
 
 def outputs(golden, dtype):
     case, weights = golden.case, golden.weights
-    head = nnx.eval_shape(lambda: created(case, weights, dtype))
+    head = nnx.eval_shape(lambda: make_model(case, weights, dtype))
     rope_jax.convert_state_dict(head, weights, source="mask2former")
     maps = [
         noise(1, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
@@ -46,14 +46,14 @@ def outputs(golden, dtype):
 
     @jax.jit
     def run(state, maps):
-        found = nnx.merge(graph, state)(maps)
-        classes, masks = found.classes[-1], found.masks()
+        results = nnx.merge(graph, state)(maps)
+        classes, masks = results.classes[-1], results.masks()
         return {
-            "mask_features": found.pixels[:, ::2, ::2, ::8],
+            "mask_features": results.pixels[:, ::2, ::2, ::8],
             "pred_masks": masks[:, ::3, ::4],
-            "first_masks": found.masks(0)[:, ::3, ::4],
+            "first_masks": results.masks(0)[:, ::3, ::4],
             "semantic": semantic_scores(classes, masks)[:, ::3, ::4],
         }, classes
 
-    found, classes = run(state, maps)
-    return {key: x.transpose(0, 3, 1, 2) for key, x in found.items()} | {"pred_logits": classes}
+    results, classes = run(state, maps)
+    return {key: x.transpose(0, 3, 1, 2) for key, x in results.items()} | {"pred_logits": classes}

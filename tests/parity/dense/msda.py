@@ -22,12 +22,12 @@ def outputs(golden, dtype):
     layer = DeformableAttention(
         case["channels"], **shape, rngs=nnx.Rngs(0), dtypes=dtypes_of(np.dtype(dtype))
     )
-    for ours, theirs in NAMES.items():
-        linear = getattr(layer, ours)
-        linear.kernel.set_value(weights[f"{theirs}.weight"].T.astype(dtype))
-        linear.bias.set_value(weights[f"{theirs}.bias"].astype(dtype))
+    for name, official_name in NAMES.items():
+        linear = getattr(layer, name)
+        linear.kernel.set_value(weights[f"{official_name}.weight"].T.astype(dtype))
+        linear.bias.set_value(weights[f"{official_name}.bias"].astype(dtype))
     sizes = [tuple(size) for size in case["maps"]]
-    batch, queries, _ = golden.about["arrays"]["points"]["shape"]
+    batch, queries, _ = golden.metadata["arrays"]["points"]["shape"]
     tokens = sum(h * w for h, w in sizes)
     query = noise(batch, queries, case["channels"], seed=seeds["query"]).astype(dtype)
     values = noise(batch, tokens, case["channels"], seed=seeds["values"]).astype(dtype)

@@ -14,8 +14,8 @@ from tests.parity.dense import images
 PATCH = 16
 
 
-def model_of(golden, dtype):
-    """The model with the golden's weights. The encoder's layer norms have epsilon 1e-5, too."""
+def make_model(golden, dtype):
+    """The model with the golden's weights; all layer norms have an epsilon of 1e-5."""
     case = golden.case
     heads = {"segmenter_mask": f"segmenter(depth={case.get('decoder_layers')})"}
 
@@ -39,28 +39,28 @@ def model_of(golden, dtype):
     return model
 
 
-def logits_of(model, x):
-    """Logits of an image of any size, which the model pads with zeros to whole patches."""
+def compute_logits(model, x):
+    """Logits of an image of any size, padded with zeros to full patches."""
     height, width = x.shape[1:3]
     sides = [(0, math.ceil(side / PATCH) * PATCH - side) for side in (height, width)]
     padded = np.pad(x, [(0, 0), *sides, (0, 0)])
     graph, state = nnx.split(model)
-    found = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, padded)
-    return np.asarray(found)[:, :height, :width].transpose(0, 3, 1, 2)
+    result = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, padded)
+    return np.asarray(result)[:, :height, :width].transpose(0, 3, 1, 2)
 
 
 def outputs(golden, dtype):
-    case, model = golden.case, model_of(golden, dtype)
-    same = images(*case["logits"]["image"]).astype(dtype)
+    case, model = golden.case, make_model(golden, dtype)
+    usual_size = images(*case["logits"]["image"]).astype(dtype)
     other = images(*case["logits_other_size"]["image"], seed=case["logits_other_size"]["seed"])
-    found = {
-        "logits": logits_of(model, same)[:, :, ::4, ::4],
-        "logits_other_size": logits_of(model, other.astype(dtype))[:, :, ::6, ::8],
+    results = {
+        "logits": compute_logits(model, usual_size)[:, :, ::4, ::4],
+        "logits_other_size": compute_logits(model, other.astype(dtype))[:, :, ::6, ::8],
     }
     if "sliding" in case:
         scores = sliding(model, case["sliding"], dtype)
-        found |= {"sliding": scores[:, ::5, ::5], "sliding_classes": scores.argmax(0)}
-    return found
+        results |= {"sliding": scores[:, ::5, ::5], "sliding_classes": scores.argmax(0)}
+    return results
 
 
 def sliding(model, case, dtype):
@@ -76,7 +76,7 @@ def sliding(model, case, dtype):
     )
     views = [
         (
-            at_least(images(*view["image"], seed=view["seed"])[0].astype(dtype), side),
+            enlarge(images(*view["image"], seed=view["seed"])[0].astype(dtype), side),
             view["flipped"],
         )
         for view in case["images"]
@@ -85,8 +85,8 @@ def sliding(model, case, dtype):
     return np.asarray(scores)[:height, :width].transpose(2, 0, 1)
 
 
-def at_least(image, side):
-    """A view enlarged to a short side of at least `side` pixels, as Segmenter's inference does."""
+def enlarge(image, side):
+    """Enlarges a view to a short side of at least `side` pixels, as in Segmenter's inference."""
     short = min(image.shape[:2])
     if short >= side:
         return image

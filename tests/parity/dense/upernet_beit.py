@@ -27,17 +27,17 @@ def outputs(golden, dtype):
 
     model = nnx.eval_shape(make)
     rope_jax.convert_state_dict(model, golden.weights, source="mmseg")
-    maps, logits, whole, auxiliary = run(model, images(*case["image"]).astype(dtype))
+    maps, logits, full_size, auxiliary = run(model, images(*case["image"]).astype(dtype))
     stored = {f"map{i}": x[:, :8, ::2, ::2] for i, x in enumerate(maps)}
     return stored | {
         "logits": logits[:, ::3],
-        "logits_at_image_size": whole[:, ::7, ::4, ::4],
+        "logits_at_image_size": full_size[:, ::7, ::4, ::4],
         "aux_logits": auxiliary,
     }
 
 
 def run(model, x):
-    """Maps after the neck, logits, those at the size of the image, and those of the second head.
+    """Maps after the neck, logits, logits at the image's size, and logits of the second head.
 
     All are NCHW.
     """
@@ -48,8 +48,8 @@ def run(model, x):
         model = nnx.merge(graph, state)
         maps = model.head_maps(x)
         predictions = model.head(maps)
-        whole = model.head.result(predictions, x.shape[1:3])
-        found = (maps, predictions.logits, whole, predictions.auxiliary)
-        return jax.tree.map(lambda x: x.transpose(0, 3, 1, 2), found)
+        full_size = model.head.result(predictions, x.shape[1:3])
+        outputs = (maps, predictions.logits, full_size, predictions.auxiliary)
+        return jax.tree.map(lambda x: x.transpose(0, 3, 1, 2), outputs)
 
     return apply(state, x)

@@ -1,4 +1,4 @@
-"""UperNet and its auxiliary head on given maps, against mmsegmentation."""
+"""UperNet and its auxiliary head on fixed maps, against mmsegmentation."""
 
 import jax
 import numpy as np
@@ -33,10 +33,10 @@ def outputs(golden, dtype):
         for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
     ]
     graph, state = nnx.split(head)
-    found = jax.jit(lambda state, maps: nnx.merge(graph, state)(maps))(state, maps)
+    predictions = jax.jit(lambda state, maps: nnx.merge(graph, state)(maps))(state, maps)
     return {
-        "logits": nchw(found.logits)[:, ::3],
-        "aux_logits": nchw(found.auxiliary),
+        "logits": nchw(predictions.logits)[:, ::3],
+        "aux_logits": nchw(predictions.auxiliary),
     }
 
 

@@ -1,4 +1,4 @@
-"""mmsegmentation's own ViT with UperNet: with its neck, with a last norm, and without a neck."""
+"""mmsegmentation's ViT with UperNet: with its neck, with a last norm, and without a neck."""
 
 from flax import nnx
 
@@ -7,7 +7,7 @@ from tests.parity.dense import images
 from tests.parity.dense.upernet_beit import run
 
 
-def created(case, weights, dtype):
+def make_model(case, weights, dtype):
     """The model of a case, without weights."""
     auxiliary = case["auxiliary"]
     options = {
@@ -33,11 +33,11 @@ def created(case, weights, dtype):
 
 def outputs(golden, dtype):
     case = golden.case
-    model = nnx.eval_shape(lambda: created(case, golden.weights, dtype))
+    model = nnx.eval_shape(lambda: make_model(case, golden.weights, dtype))
     rope_jax.convert_state_dict(model, golden.weights, source="mmseg")
-    maps, logits, whole, auxiliary = run(model, images(*case["image"]).astype(dtype))
+    maps, logits, full_size, auxiliary = run(model, images(*case["image"]).astype(dtype))
     return {f"map{i}": x[:, :8] for i, x in enumerate(maps)} | {
         "logits": logits[:, ::3],
-        "logits_at_image_size": whole[:, ::7, ::4, ::4],
+        "logits_at_image_size": full_size[:, ::7, ::4, ::4],
         "aux_logits": auxiliary,
     }

@@ -10,7 +10,7 @@ from tests.parity.dense import images
 LIMITS = {"float64": 2e-5}  # the official code makes the references in float32
 
 
-def created(case, weights, dtype):
+def make_model(case, weights, dtype):
     """The model of a case, without weights."""
     depth = case["depth"]
     side = round((weights["pos_embed"].shape[1] - 1) ** 0.5)
@@ -40,7 +40,7 @@ def created(case, weights, dtype):
 
 def outputs(golden, dtype):
     case, weights = golden.case, golden.weights
-    model = nnx.eval_shape(lambda: created(case, weights, dtype))
+    model = nnx.eval_shape(lambda: make_model(case, weights, dtype))
     rope_jax.convert_state_dict(model, weights, source="vit_adapter")
     graph, state = nnx.split(model)
     run = jax.jit(lambda state, x: nnx.merge(graph, state).features(x))

@@ -9,7 +9,7 @@ from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from tests.parity.dense import images
 
 
-def created(case, weights, dtype):
+def make_model(case, weights, dtype):
     """The model of a case, without weights."""
     depth, patch = case["depth"], weights["net.patch_embed.proj.weight"].shape[-1]
     global_blocks = tuple(sorted({*range(depth)} - {*case["windowed_blocks"]}))
@@ -44,7 +44,7 @@ def created(case, weights, dtype):
 
 def outputs(golden, dtype):
     case, weights = golden.case, golden.weights
-    model = nnx.eval_shape(lambda: created(case, weights, dtype))
+    model = nnx.eval_shape(lambda: make_model(case, weights, dtype))
     rope_jax.convert_state_dict(model, weights, source="detectron2")
     graph, state = nnx.split(model)
 
