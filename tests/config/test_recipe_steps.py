@@ -67,17 +67,17 @@ def trace(config, count, classes):
 DINO, PYRAMID = 18_556_236, 3_444_096
 VIT_B = 86_585_320 - 768 * 1001 - 232 - 196 * 768 + 12 * 12 * 64  # without classifier and table
 PARAMETERS = {
-    # The smallest model of each recipe; others are slow.
+    # Two small ones; others are slow.
     "cat": 32_691_256,
     "cct:position=ape": 3_760_139,
+}
+SLOW = {
     # Backbone without classifier, with the table of 512 pixels; decoder
     "segmenter:variant=deit_ti16": 5_524_416 + (1024 - 196) * 192 + 1_029_996,
     # Without classifier and last norm, with norms of stages; maps; head
     "dino:variant=swin_t,position=rpb": (
         28_288_354 - 769_000 - 2 * 768 + 2 * (192 + 384 + 768) + 2_116_608 + DINO
     ),
-}
-SLOW = {
     "swin:variant=swin_t,position=rpb": 28_288_354,
     "thesis:variant=nat_mini,position=rpb": 19_984_174,
     "lape:variant=deit_ti16": 5_722_024,

@@ -62,6 +62,7 @@ from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.links import links_of
 from rope_jax.weights.metadata import Metadata
 from tests.docs import stand_ins
+from tests.models.small import some_slow
 
 ROOT = stand_ins.ROOT
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -443,7 +444,14 @@ RUNNERS = {
 MISSING = r"arguments are required|--\w+ is missing|name either the WORKDIR"
 
 
-@pytest.mark.parametrize(("command", "inline", "page"), DISTINCT, ids=[x for x, *_ in DISTINCT])
+# Those of the README, and one of each program.
+QUICK = {split(case[0])[0]: case for case in reversed(DISTINCT)}.values()
+QUICK = [case for case in DISTINCT if case in QUICK or case[2] == "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("command", "inline", "page"), some_slow(DISTINCT, QUICK), ids=[x for x, *_ in DISTINCT]
+)
 def test_documented_commands_run(command, inline, page, run):
     wrong = run(command, page)
     assert not wrong or (inline and re.search(MISSING, wrong)), f"{page}: {wrong}"

@@ -13,6 +13,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.registry import find_model
 from rope_jax.models.vit import ViTOptions
+from tests.models.small import some_slow
 from tests.postponed import PostponedOptions
 
 WINDOWS = {"attention": "window"}
@@ -39,11 +40,14 @@ def test_list_models_accepts_patterns():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for pattern in ("deit*", "vit_[!l]*", "nat_isotropic*")
-        for name in rope_jax.list_models(pattern)
-    ],
+    some_slow(
+        [
+            name
+            for pattern in ("deit*", "vit_[!l]*", "nat_isotropic*")
+            for name in rope_jax.list_models(pattern)
+        ],
+        ["deit3_s16", "deit_b16", "nat_isotropic_s16", "vit_s16_h6"],
+    ),
 )
 def test_defaults_of_isotropic_models(name):
     model = abstract_model(name)

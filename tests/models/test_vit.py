@@ -33,7 +33,7 @@ PAIRS = [(ONE.get(text, name), text) for name, text in PAIRS]
 
 
 # One scheme of each kind; `tests/positions` takes every scheme through its gradients.
-LEARNING = ("lape(ape)", "rpb", "comrope", "irpe", "axial_rope_v1", "gpe")
+LEARNING = ("lape(ape)", "rpb", "axial_rope_v1")
 QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
 
 

@@ -31,6 +31,7 @@ def test_maps_have_strides_4_to_32():
     ]
 
 
+@pytest.mark.slow
 def test_added_maps_are_those_of_the_groups_or_the_last_one():
     """Injectors are 0 at the start: the ViT's maps are then those of the ViT alone."""
     graph, state = nnx.split(small())

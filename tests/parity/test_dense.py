@@ -9,17 +9,16 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.weights import export_state_dict
+from tests.models.small import some_slow
 from tests.parity.dense import DATA, differences, find_check, goldens
 from tests.parity.dense.__main__ import main
 
-QUICK = ["dino_losses", "mask2former", "msda", "upernet_heads", "vit_adapter", "vitdet_rel"]
+QUICK = ["dino_losses", "msda", "vit_adapter"]
 CHECKED = [name for name in goldens() if find_check(name)]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CHECKED]
-)
+@pytest.mark.parametrize("name", some_slow(CHECKED, QUICK))
 def test_float64_outputs_match_the_official_code(name):
     for key, (difference, limit) in differences(goldens()[name], "float64").items():
         assert difference <= limit, key
@@ -34,14 +33,17 @@ def test_outputs_match_the_official_code(name):
 
 @pytest.mark.parametrize(
     ("name", "source"),
-    [
-        ("vitdet_rel", "detectron2"),
-        ("vit_adapter", "vit_adapter"),
-        ("mask2former", "mask2former"),
-        ("dino_transformer", "detrex"),
-        ("upernet_vit_mln", "mmseg"),
-        ("upernet_vit_plain", "mmseg"),
-    ],
+    some_slow(
+        [
+            ("vitdet_rel", "detectron2"),
+            ("vit_adapter", "vit_adapter"),
+            ("mask2former", "mask2former"),
+            ("dino_transformer", "detrex"),
+            ("upernet_vit_mln", "mmseg"),
+            ("upernet_vit_plain", "mmseg"),
+        ],
+        [("vit_adapter", "vit_adapter"), ("upernet_vit_plain", "mmseg")],
+    ),
 )
 def test_weights_round_trip(name, source):
     golden = goldens()[name]

@@ -19,20 +19,20 @@ from rope_jax.weights.convert import SOURCES
 from tests.parity import official
 
 # In float64; the source "cat" is in tests/models/test_cat.py.
-QUICK = [
-    "deit_ti16_224",
+QUICK = ["deit_ti16_224", "swin_t_rope_mixed_224", "nat_mini_224", "timm_dinov3_64x96"]
+FLOAT64 = [
     "lape_deit_ti_sin1d_224",
     "swin_t_rpb_224",
-    "swin_t_rope_mixed_224",
-    "nat_mini_224",
     "cct_7_3x1_32",
     "ceit_t_224",
     "t2t_vit_7_224",
     "timm_dinov2_56x84",
-    "timm_dinov3_64x96",
     "timm_beit_64x96",
+    "heo_vit_s16_mixed_ape_224",
+    "nat_s_tiny_224",
+    "vit_lite_7_4_32",
+    "timm_dinov2_g_reg_56",
 ]
-FLOAT64 = ["heo_vit_s16_mixed_ape_224", "nat_s_tiny_224", "vit_lite_7_4_32", "timm_dinov2_g_reg_56"]
 
 
 def convert(name, dtype=jnp.float32, *, scan=False):
@@ -93,10 +93,12 @@ def test_logits_match_the_official_code(name):
     check_logits(name, model, jnp.float32, "logits", 2e-5)
 
 
-def test_every_source_has_a_quick_case():
+def test_every_source_has_a_case():
     # DINO's own names are compared with timm's in tests/models/test_dino.py, ours
     # are in test_own.py; ResFormer has no case.
     elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax"}
     # In test_dense.py:
     elsewhere |= {"detectron2", "mmseg", "segmenter", "vit_adapter", "mask2former", "detrex"}
-    assert {official.CASES[name]["source"] for name in QUICK} == set(SOURCES) - elsewhere
+    assert {official.CASES[name]["source"] for name in (*QUICK, *FLOAT64)} == set(
+        SOURCES
+    ) - elsewhere

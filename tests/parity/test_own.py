@@ -17,6 +17,7 @@ from rope_jax.positions import Position
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
+from tests.models.small import some_slow
 from tests.parity.test_convert import VIT, all_weights, assert_same, logits, small
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.
@@ -31,7 +32,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "position"), TABLES)
+@pytest.mark.parametrize(("name", "position"), some_slow(TABLES, TABLES[1::2]))
 def test_saved_models_load_at_their_size_and_another(name, position, tmp_path):
     model = small(name, position, image_size=(64, 96))
     model.preprocessing = Preprocessing(mean=(0.1, 0.2, 0.3), crop=0.9)
@@ -77,7 +78,7 @@ def test_custom_schemes_are_resized_by_their_rule(tmp_path, monkeypatch):
     assert_same(other, model)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", some_slow([False, True], [True]))
 def test_files_of_earlier_versions_are_read(scan, tmp_path):
     """Names are paths of parameters, blocks may be stacked, and metadata is absent."""
     model = small("deit3_s16", "ape+rope2d", scan_layers=scan)
@@ -142,7 +143,7 @@ OFFICIAL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "position", "source"), OFFICIAL)
+@pytest.mark.parametrize(("name", "position", "source"), some_slow(OFFICIAL, OFFICIAL[1:2]))
 def test_official_files_fit_other_classes_and_sizes(name, position, source, tmp_path, capsys):
     """A file of arrays with the names of other code, without metadata."""
     trained, path = small(name, position, image_size=64), tmp_path / "official.npz"

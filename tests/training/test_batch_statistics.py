@@ -37,6 +37,7 @@ def test_the_loaded_model_has_the_statistics_and_scores_of_the_run(finished):
     assert accuracy(model, config, row["resolution"]) == pytest.approx(row["top1"], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_averaged_weights_use_the_running_statistics(finished):
     averaged, last = (rope_jax.load_checkpoint(str(finished), ema=ema)[0] for ema in (True, False))
     assert not np.array_equal(averaged.head.kernel[...], last.head.kernel[...])

@@ -110,6 +110,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(finished):
     assert row["count"] == 12
 
 
+@pytest.mark.slow
 def test_interrupted_runs_resume_bit_for_bit(tmp_path, finished):
     workdir, settings = finished
     run_in_parts(tmp_path, 2, **settings)

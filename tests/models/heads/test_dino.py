@@ -124,7 +124,7 @@ def gradient(model):
     return lambda batch, key: run(params, batch, key)
 
 
-@pytest.mark.parametrize("counts", [(3, 0), (0, 0)])
+@pytest.mark.parametrize("counts", [(3, 0), pytest.param((0, 0), marks=pytest.mark.slow)])
 def test_gradients_are_finite_without_boxes(gradient, counts):
     (value, hits), grads = gradient(some_batch(counts), jax.random.key(0))
     assert np.isfinite(value)
