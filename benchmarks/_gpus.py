@@ -80,7 +80,7 @@ def describe(kind: str) -> str:
     """XLA's description of a kind of GPU, in the text format of its GpuTargetConfig."""
     if kind not in KINDS:
         raise ValueError(f"no description of {kind!r}: compile for one of {', '.join(KINDS)}")
-    major, minor = divmod(device.listed(kind)[0], 10)
+    major, minor = divmod(device.data_sheet(kind)[0], 10)
     text = TARGET.read_text().replace(H200, kind)
     # The capability's major and minor precede cuDNN's.
     for name, value in {"major": major, "minor": minor, **KINDS[kind]}.items():

@@ -28,7 +28,7 @@ import numpy as np
 from rope_jax.commands.arguments import Help, add_options, reads
 from rope_jax.names.options import options_of
 from rope_jax.system.files import write_file
-from rope_jax_kernels.tuning.choices import sources_of_kernels
+from rope_jax_kernels.tuning.choices import hash_sources
 
 Result = dict[str, Any]
 Keep = Callable[..., Result]
@@ -45,7 +45,7 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
     """
     device, backend = jax.devices()[0].device_kind, jax.default_backend()
     versions = {"python": platform.python_version(), "jax": jax.__version__}
-    versions |= {"numpy": np.__version__, "kernels": sources_of_kernels()}
+    versions |= {"numpy": np.__version__, "kernels": hash_sources()}
     versions |= figures.pop("versions", {})
     return {
         "benchmark": benchmark,

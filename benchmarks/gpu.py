@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax
 
 from benchmarks._runner import Keep
-from rope_jax_kernels.tuning.choices import sources_of_kernels
+from rope_jax_kernels.tuning.choices import hash_sources
 
 # Model, position, images on one GPU, and further arguments of `tune`, as `speed` measures them.
 MODELS = (
@@ -59,11 +59,11 @@ def run(keep: Keep, *, out: pathlib.Path) -> None:
     if jax.default_backend() != "gpu":
         raise SystemExit(f"jax runs on {jax.default_backend()}, not on a GPU")
     out.mkdir(parents=True, exist_ok=True)
-    outcomes = out / f"tests_gpu_{sources_of_kernels()}.jsonl"
+    outcomes = out / f"tests_gpu_{hash_sources()}.jsonl"
     cache, failed = out.resolve() / "cache", []
     caches = {"ROPE_JAX_CACHE": f"{cache}", "ROPE_JAX_TEST_CACHE": f"{cache}/tests"}
     for name, command in steps(out, outcomes):
-        done = out / f"{name}_{jax.__version__}_{sources_of_kernels()}.done"
+        done = out / f"{name}_{jax.__version__}_{hash_sources()}.done"
         if not done.exists():
             print(f"{name}: {' '.join(command)}", flush=True)
             if subprocess.run([sys.executable, "-m", *command], env=os.environ | caches).returncode:

@@ -52,7 +52,7 @@ def test_tests_choices_and_speed_follow_each_other_and_what_is_done_is_not_repea
 
 def test_a_test_that_failed_in_an_earlier_call_is_not_forgotten(tmp_path, started):
     started.failing = "none"
-    path = tmp_path / f"tests_gpu_{gpu.sources_of_kernels()}.jsonl"
+    path = tmp_path / f"tests_gpu_{gpu.hash_sources()}.jsonl"
     path.write_text(json.dumps({"test": "a", "outcome": "failed"}) + "\n")
     with pytest.raises(SystemExit, match=r"failed: tests of .*jsonl"):
         main(benchmarks, ["gpu", f"--out={tmp_path}"])
