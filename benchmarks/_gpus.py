@@ -1,4 +1,4 @@
-"""GPUs that need not be there: their data sheets, as XLA's target descriptions."""
+"""Data sheets of GPUs that need not be present, as XLA's target descriptions."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from rope_jax_kernels import device
 H200, A100, L4, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Tesla T4"
 TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
 
-# How the kinds differ from the H200, but for what `device.KINDS` holds: NVIDIA's data sheets, and
+# Differences from the H200, except those in `device.KINDS`, from NVIDIA's data sheets and
 # "Technical specifications per compute capability" in the CUDA programming guide.
 KINDS = {
     H200: {},

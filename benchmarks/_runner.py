@@ -4,9 +4,9 @@ A benchmark is a function `run(keep, ...)`. Its other parameters define the comm
 keyword-only parameters become options (`add_options` of `rope_jax.commands.arguments`), the others
 positional arguments, and `*flags` receives the arguments after `--`. `keep(**figures)` adds
 machine, versions, date and settings to the figures, writes them to the file of `--out`, and returns
-the result; benchmarks call it after every part, and `earlier` reads what an interrupted call has
-written there. `columns` and `rows` among the figures are the table of the result; `note` is a line
-under it.
+the result; benchmarks call it after every part, and `earlier_result` reads the output of an
+interrupted call. `columns` and `rows` among the figures are the table of the result; `note` is a
+line under it.
 """
 
 import argparse
@@ -56,26 +56,26 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
     } | figures
 
 
-def earlier(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) -> Result:
+def earlier_result(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) -> Result:
     """The result of an earlier call of the same measurement, to continue; {} if there is none.
 
     Args:
         out: its file.
         benchmark: name of the benchmark.
-        settings: that must be the same, as must be the kind of device, jax and the kernels.
+        settings: they must be equal, like the kind of device, jax and the kernels.
     """
     try:
         result = json.loads(out.read_text()) if out is not None else {}
     except (FileNotFoundError, ValueError):
         return {}
     now = record(benchmark, json.loads(json.dumps(settings, default=str)))
-    same = [
+    pairs = [
         (result.get("benchmark"), benchmark),
         (result.get("machine", {}).get("device"), now["machine"]["device"]),
         *((result.get("versions", {}).get(x), now["versions"][x]) for x in ("jax", "kernels")),
         *((result.get("settings", {}).get(name), x) for name, x in now["settings"].items()),
     ]
-    return result if all(one == other for one, other in same) else {}
+    return result if all(x == y for x, y in pairs) else {}
 
 
 def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:

@@ -2,9 +2,9 @@
 
     python -m benchmarks gpu --out=benchmarks/results
 
-One after the other, in processes of their own: the tests in tests/gpu, `rope_jax tune` for MODELS,
+Runs one after the other, in separate processes: the tests in tests/gpu, `rope_jax tune` for MODELS,
 and `benchmarks speed`, in which calls without a named implementation use these choices. The same
-command continues where another ended. In the folder --out,
+command continues where an earlier one ended. In the folder --out,
 
     tests_gpu_SOURCES.jsonl   has a line with the outcome of each test, as they end
     speed_gpu.json            is the result that `make tables` reads
@@ -43,14 +43,14 @@ def steps(out: pathlib.Path, outcomes: pathlib.Path) -> Iterator[tuple[str, list
     workers = ["-q", "-p", "no:cacheprovider", "-n", "4", "--dist", "loadgroup"]
     yield "tests", ["pytest", "tests/gpu", *workers, f"--outcomes={outcomes}"]
     for model, position, batch, *training in MODELS:
-        asked = [f"--model={model}", f"--position={position}", f"--batch={batch}", *training]
+        options = [f"--model={model}", f"--position={position}", f"--batch={batch}", *training]
         name = "_".join(["tune", model, position, *(["train"] if training else [])])
-        yield name, ["rope_jax.tune", *asked, "--seconds=45"]
+        yield name, ["rope_jax.tune", *options, "--seconds=45"]
     yield "speed", ["benchmarks", "speed", f"--out={out}/speed_gpu.json"]
 
 
 def run(keep: Keep, *, out: pathlib.Path) -> None:
-    """Runs the steps that have not ended well, and fails if one of them fails.
+    """Runs the steps that have not succeeded yet, and fails if one of them fails.
 
     Args:
         keep: unused, because `out` is a folder.

@@ -48,14 +48,14 @@ def test_another_model_is_not_compared(tmp_path):
 def test_ratios_are_of_times_within_a_turn():
     (_, ours), (_, peer) = [
         (row[0], row[1:])
-        for row in cpu.rows_of({cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]})
+        for row in cpu.table_rows({cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]})
     ]
     assert ours[2] == ""
     assert peer[2] == "1.50 (1.25 to 1.50)"
 
 
 def test_the_peer_has_the_recipe_s_model_and_optimizer():
-    asked = cpu.asked_of_peer(cpu.config_of("digits", ["batch_size=64", "optim.clip_norm=None"]))
+    asked = cpu.peer_arguments(cpu.make_config("digits", ["batch_size=64", "optim.clip_norm=None"]))
     assert (asked["width"], asked["depth"], asked["image_size"], asked["batch"]) == (96, 4, 8, 64)
     assert (asked["learning_rate"], asked["clip_norm"]) == (3e-3, None)
 
