@@ -56,11 +56,11 @@ class Extent(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, coords: Float[np.ndarray, "*map A"], region: tuple[int, ...]) -> "Extent":
-        """The extent of a region of a map with these coordinates.
+    def from_coords(cls, coords: Float[np.ndarray, "*map A"], region: tuple[int, ...]) -> "Extent":
+        """Measures a region of a map with these coordinates.
 
         >>> from rope_jax.positions.grids import centres
-        >>> sides, steps, tokens = Extent.of(centres((4, 8)), (4, 4))
+        >>> sides, steps, tokens = Extent.from_coords(centres((4, 8)), (4, 4))
         >>> sides.tolist(), steps.tolist(), tokens
         ([4, 4], [0.25, 0.25], 16)
 
@@ -169,7 +169,8 @@ class Extension:
         With L tokens, `log_scale` is ln L / ln L_trained, at any size (Chiang and Cholak, arXiv
         2202.12172). Otherwise the factor is YaRN's, 1 / t with sqrt(1 / t) = 0.1 ln s + 1 (arXiv
         2309.00071, section 3.4), on larger maps only. There s is the ratio of the numbers of
-        patches, because temperature is about how many keys share a query's attention.
+        patches, because the temperature depends on the number of keys that share a query's
+        attention.
 
         Args:
             trained, current: extents of a query in training, and on this map.

@@ -117,7 +117,8 @@ class Rotary(Position):
             trained = dataclasses.replace(trained, pattern=self.stage.pattern)
         stages = ((trained, trained.grid), (self.stage, grid))
         before, now = (
-            Extent.of(self.coords(self._box(stage, on)), stage.region(on)) for stage, on in stages
+            Extent.from_coords(self.coords(self._box(stage, on)), stage.region(on))
+            for stage, on in stages
         )
         return before, now
 

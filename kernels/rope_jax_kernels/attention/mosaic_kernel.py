@@ -3,7 +3,7 @@
 A program owns one head and a tile of queries, 64 for each of its warpgroups, of several successive
 examples. The copy engine (TMA) loads queries, keys and values directly from the projection, with
 zeros past the last token. Keys are loaded in stages of 64 for each warpgroup: each warpgroup turns
-its share in registers and stores it for all the others. Turned queries stay in registers. Logits,
+its part in registers and stores it for all the others. Turned queries stay in registers. Logits,
 online softmax (FlashAttention, arXiv 2205.14135) and sums are float32.
 
 While one stage is computed, the engine loads the next, of the same example or the next one.
@@ -215,7 +215,7 @@ class Program:
             self.fetch_coords(self.first + i, self.token, 0, (self.group,), ready)
 
     def fetch_keys(self, step: Array | int) -> None:
-        """Starts the copies of this warpgroup's share of a stage of keys and values.
+        """Starts the copies of this warpgroup's part of a stage of keys and values.
 
         Steps count the stages of all examples.
         """
@@ -253,7 +253,7 @@ class Program:
         return join([*turned, *others])
 
     def turn_keys(self, item: Array, step: Array) -> tuple[Array, Array] | None:
-        """Turns this warpgroup's share of a stage, waits for the others, and returns the angles."""
+        """Turns this warpgroup's part of a stage, waits for the others, and returns the angles."""
         slot = divide(step, self.plan.slots)[1]
         if self.coords is not None:
             plgpu.barrier_wait(self.k_ready.at[slot, self.group])

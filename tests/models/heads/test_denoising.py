@@ -5,13 +5,13 @@ import pytest
 
 from rope_jax.models.heads.boxes import to_corners
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.dino.denoising import allowed, disturb, real_first, slots_of
+from rope_jax.models.heads.dino.denoising import allowed, disturb, make_slots, real_first
 
 CLASSES = 4
 
 
 disturbed = jax.jit(lambda targets, slots, key: disturb(targets, slots, CLASSES, key))
-slots_for = jax.jit(slots_of, static_argnums=1)
+slots_for = jax.jit(make_slots, static_argnums=1)
 
 
 def some_targets(counts, rows, seed=0):
@@ -48,12 +48,12 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
 def test_a_part_of_a_batch_has_groups_of_its_own():
     """Where gradients are accumulated; in detrex, the images of a GPU have."""
     real = some_targets((4, 1), 4).real
-    whole, *parts = (int(slots_of(x, 12).groups) for x in (real, real[:1], real[1:]))
+    whole, *parts = (int(make_slots(x, 12).groups) for x in (real, real[:1], real[1:]))
     assert (whole, parts) == (3, [3, 12])
 
 
 def test_groups_do_not_see_each_other_and_are_not_seen():
-    slots, queries = slots_of(some_targets((2, 1), 3).real, 5), 4
+    slots, queries = make_slots(some_targets((2, 1), 3).real, 5), 4
     found = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
     group = slots.group.tolist() + [None] * queries
     for i, j in np.ndindex(found.shape):
