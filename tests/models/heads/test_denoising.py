@@ -5,7 +5,7 @@ import pytest
 
 from rope_jax.models.heads.boxes import to_corners
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.dino.denoising import allowed, disturb, make_slots, real_first
+from rope_jax.models.heads.dino.denoising import attention_mask, disturb, make_slots, real_first
 
 CLASSES = 4
 
@@ -54,7 +54,7 @@ def test_a_part_of_a_batch_has_groups_of_its_own():
 
 def test_groups_do_not_see_each_other_and_are_not_seen():
     slots, queries = make_slots(some_targets((2, 1), 3).real, 5), 4
-    found = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
+    found = np.asarray(jax.jit(attention_mask, static_argnums=1)(slots, queries))
     group = slots.group.tolist() + [None] * queries
     for i, j in np.ndindex(found.shape):
         assert found[i, j] == (group[j] is None or group[i] == group[j])
