@@ -1,4 +1,4 @@
-"""GPUs that need not be there: their data sheets, as XLA's target descriptions."""
+"""Data sheets of GPUs that need not be present, as XLA's target descriptions."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from rope_jax_kernels import device
 H200, A100, L4, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Tesla T4"
 TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
 
-# How the kinds differ from the H200, but for what `device.KINDS` holds: NVIDIA's data sheets, and
+# Differences from the H200, except those in `device.KINDS`, from NVIDIA's data sheets and
 # "Technical specifications per compute capability" in the CUDA programming guide.
 KINDS = {
     H200: {},
@@ -80,7 +80,7 @@ def describe(kind: str) -> str:
     """XLA's description of a kind of GPU, in the text format of its GpuTargetConfig."""
     if kind not in KINDS:
         raise ValueError(f"no description of {kind!r}: compile for one of {', '.join(KINDS)}")
-    major, minor = divmod(device.listed(kind)[0], 10)
+    major, minor = divmod(device.data_sheet(kind)[0], 10)
     text = TARGET.read_text().replace(H200, kind)
     # The capability's major and minor precede cuDNN's.
     for name, value in {"major": major, "minor": minor, **KINDS[kind]}.items():

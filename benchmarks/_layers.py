@@ -64,10 +64,10 @@ def attend(
     return attention_qkv(qkv, pattern=pattern, **terms, implementation=implementation)
 
 
-def step_of(pattern: Pattern, form: str, direction: str) -> Callable:
+def make_step(pattern: Pattern, form: str, direction: str) -> Callable:
     """Returns a function of (qkv, coords, freqs, bias, dout).
 
-    In training it also returns the gradients of qkv and of what the form learns.
+    In training it also returns the gradients of qkv and of the form's learned operands.
     """
     position = form.partition("+")[2]
 
@@ -75,11 +75,11 @@ def step_of(pattern: Pattern, form: str, direction: str) -> Callable:
         return attend(form, pattern, qkv, coords, freqs, bias)
 
     def training(qkv, coords, freqs, bias, dout):
-        known = {"freqs": freqs, "bias": bias}
-        learned = {name: known[name] for name in known if name == LEARNED.get(position)}
+        terms = {"freqs": freqs, "bias": bias}
+        learned = {name: terms[name] for name in terms if name == LEARNED.get(position)}
 
         def run(qkv: jax.Array, learned: dict[str, Any]) -> jax.Array:
-            return attend(form, pattern, qkv, coords, **known | learned)
+            return attend(form, pattern, qkv, coords, **terms | learned)
 
         out, pull_back = jax.vjp(run, qkv, learned)
         return out, pull_back(dout)
@@ -103,7 +103,7 @@ def attention(*, small: bool) -> Iterator[Case]:
             moved = 4 * size // 3 * (2 if direction == "training" else 1)
             makers = {
                 form: functools.partial(
-                    compile_loop, step_of(layer.pattern, form, direction), arguments, moved
+                    compile_loop, make_step(layer.pattern, form, direction), arguments, moved
                 )
                 for form in forms
             }

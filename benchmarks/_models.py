@@ -62,8 +62,8 @@ def compile_program(
         images: [B, H, W, 3], in the dtype of the computation.
         **options: options of the model.
     """
-    about = {"position": position, "image_size": images.shape[1], "dtype": images.dtype}
-    new_model = functools.partial(rope_jax.create_model, name, **about, **options)
+    model_options = {"position": position, "image_size": images.shape[1], "dtype": images.dtype}
+    new_model = functools.partial(rope_jax.create_model, name, **model_options, **options)
     graph, params, _ = nnx.split(nnx.eval_shape(new_model), nnx.Param, ...)
     settings = OptimConfig(clip_norm=None)
     optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
@@ -79,12 +79,12 @@ def compile_program(
         return params, nnx.merge(graph, params, rest)(images)
 
     def training(state: Any, rest: Any, images: jax.Array) -> tuple[Any, jax.Array]:
-        def loss_of(params: Any) -> jax.Array:
+        def compute_loss(params: Any) -> jax.Array:
             logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(1))
             return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
 
         params, opt = state
-        loss, grads = jax.value_and_grad(loss_of)(params)
+        loss, grads = jax.value_and_grad(compute_loss)(params)
         updates, opt = optimizer.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), loss
 
@@ -96,7 +96,7 @@ def compile_program(
         batch = jax.random.normal(jax.random.key(0), images.shape, images.dtype)
         state, out = compiled(state, rest, batch)
 
-        def elapsed() -> float:
+        def measure() -> float:
             nonlocal state
             begun = time.perf_counter()
             for _ in range(BATCHES):
@@ -104,8 +104,8 @@ def compile_program(
             jax.block_until_ready((state, out))
             return 1e6 * (time.perf_counter() - begun) / BATCHES
 
-        elapsed()
-        return sample(out), elapsed
+        measure()
+        return sample(out), measure
 
     return start
 

@@ -72,7 +72,7 @@ def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
 
 
-def step_of(problem: Problem, form: str) -> Callable:
+def make_step(problem: Problem, form: str) -> Callable:
     """Returns a function of (features, *angles): the rotation, or its gradient."""
     if form == "xla":  # backward in the same form: autodiff would add two padded halves
         back = lambda x, cos, sin: rotate_by_tables(x, cos, -sin)
@@ -87,7 +87,7 @@ def step_of(problem: Problem, form: str) -> Callable:
 
 
 def operands(problem: Problem, form: str, copies: int) -> tuple:
-    """Returns `copies` features, and the angles of `step_of`: theta, or cosines and sines."""
+    """Returns `copies` features, and the angles of `make_step`: theta, or cosines and sines."""
     features, dtype = PRECISIONS[problem.precision]
     _, heads, rows, channels = problem.shape
     pairs = channels // 4
@@ -100,15 +100,15 @@ def operands(problem: Problem, form: str, copies: int) -> tuple:
 def eager(problem: Problem) -> tuple[list[np.ndarray], Timer]:
     """Starts the rotation in jax.numpy without jit."""
     (x,), theta = jax.jit(lambda: operands(problem, "eager", 1))()
-    step = step_of(problem, "eager")
+    step = make_step(problem, "eager")
     results = sample(step(x, theta))
 
-    def elapsed() -> float:
+    def measure() -> float:
         begun = time.perf_counter()
         jax.block_until_ready(step(x, theta))
         return 1e6 * (time.perf_counter() - begun)
 
-    return results, elapsed
+    return results, measure
 
 
 def sizes(
@@ -118,12 +118,12 @@ def sizes(
     extents = itertools.product(*(SMALL if small else SIZES))
     for size, precision, direction in itertools.product(extents, PRECISIONS, directions):
         problem = Problem(*size, precision, direction)
-        of_features = math.prod(problem.shape) * jnp.dtype(PRECISIONS[precision][0]).itemsize
-        copies = 1 if hot else copies_beyond_cache(of_features)
+        feature_bytes = math.prod(problem.shape) * jnp.dtype(PRECISIONS[precision][0]).itemsize
+        copies = 1 if hot else copies_beyond_cache(feature_bytes)
         makers: dict[str, Maker] = {
             form: functools.partial(
                 compile_loop,
-                step_of(problem, form),
+                make_step(problem, form),
                 functools.partial(operands, problem, form, copies),
                 problem.moved_bytes,
                 in_place=True,
@@ -132,8 +132,8 @@ def sizes(
         }
         if hot:
             makers["eager"] = lambda problem=problem: functools.partial(eager, problem)
-        of_models = problem == Problem(*size[:2], 14, 64)  # the others compile for each size
-        if of_models and torch_on_gpu():
+        from_models = problem == Problem(*size[:2], 14, 64)  # the others compile for each size
+        if from_models and torch_on_gpu():
             from benchmarks import _torch
 
             tables = operands(problem, "xla", 0)[1:]

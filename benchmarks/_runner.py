@@ -4,9 +4,9 @@ A benchmark is a function `run(keep, ...)`. Its other parameters define the comm
 keyword-only parameters become options (`add_options` of `rope_jax.commands.arguments`), the others
 positional arguments, and `*flags` receives the arguments after `--`. `keep(**figures)` adds
 machine, versions, date and settings to the figures, writes them to the file of `--out`, and returns
-the result; benchmarks call it after every part, and `earlier` reads what an interrupted call has
-written there. `columns` and `rows` among the figures are the table of the result; `note` is a line
-under it.
+the result; benchmarks call it after every part, and `earlier_result` reads the output of an
+interrupted call. `columns` and `rows` among the figures are the table of the result; `note` is a
+line under it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import numpy as np
 from rope_jax.commands.arguments import Help, add_options, reads
 from rope_jax.names.options import options_of
 from rope_jax.system.files import write_file
-from rope_jax_kernels.tuning.choices import sources_of_kernels
+from rope_jax_kernels.tuning.choices import hash_sources
 
 Result = dict[str, Any]
 Keep = Callable[..., Result]
@@ -45,7 +45,7 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
     """
     device, backend = jax.devices()[0].device_kind, jax.default_backend()
     versions = {"python": platform.python_version(), "jax": jax.__version__}
-    versions |= {"numpy": np.__version__, "kernels": sources_of_kernels()}
+    versions |= {"numpy": np.__version__, "kernels": hash_sources()}
     versions |= figures.pop("versions", {})
     return {
         "benchmark": benchmark,
@@ -56,26 +56,26 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
     } | figures
 
 
-def earlier(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) -> Result:
+def earlier_result(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) -> Result:
     """The result of an earlier call of the same measurement, to continue; {} if there is none.
 
     Args:
         out: its file.
         benchmark: name of the benchmark.
-        settings: that must be the same, as must be the kind of device, jax and the kernels.
+        settings: they must be equal, like the kind of device, jax and the kernels.
     """
     try:
         result = json.loads(out.read_text()) if out is not None else {}
     except (FileNotFoundError, ValueError):
         return {}
     now = record(benchmark, json.loads(json.dumps(settings, default=str)))
-    same = [
+    pairs = [
         (result.get("benchmark"), benchmark),
         (result.get("machine", {}).get("device"), now["machine"]["device"]),
         *((result.get("versions", {}).get(x), now["versions"][x]) for x in ("jax", "kernels")),
         *((result.get("settings", {}).get(name), x) for name, x in now["settings"].items()),
     ]
-    return result if all(one == other for one, other in same) else {}
+    return result if all(x == y for x, y in pairs) else {}
 
 
 def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:

@@ -17,7 +17,7 @@ from rope_jax_kernels import device
 CACHE_BYTES = 256 * 2**20  # more than the last-level cache of any device
 # Arrays in one loop. Problems below CACHE_BYTES / 16 are launch-bound and measured hot only.
 MOST_COPIES = 16
-LOOP_BYTES = 2**30  # that a loop moves, about; some milliseconds
+LOOP_BYTES = 2**30  # moved by a loop, about; some milliseconds
 
 Timer = Callable[[], float]  # returns microseconds per step
 Start = Callable[[], tuple[list[np.ndarray], Timer]]  # a sample of a step's results, and its timer
@@ -33,7 +33,7 @@ class Case:
         name: its size, unique in the group.
         makers: of each form, by SOFTWARE or SOFTWARE+POSITION; those with one position compute the
             same, the first of them is the reference.
-        moved_bytes: that every form has to move; 0 if they are not counted.
+        moved_bytes: bytes that every form has to move; 0 if they are not counted.
     """
 
     group: str
@@ -54,8 +54,8 @@ def sample(results: Any) -> list[np.ndarray]:
     return [np.float32(x[:: max(1, len(x) - 1)] if x.ndim else x) for x in arrays]
 
 
-def steps_of(copies: int) -> int:
-    """Steps in the body of a loop over `copies` arrays.
+def count_steps(copies: int) -> int:
+    """Number of steps in the body of a loop over `copies` arrays.
 
     Their number per array is even, because otherwise a form that writes a new array would have to
     copy it back for the next iteration. There are enough for XLA to launch a body as a CUDA graph.
@@ -63,30 +63,30 @@ def steps_of(copies: int) -> int:
     return copies * max(2, 8 // copies // 2 * 2)
 
 
-def loop_of(step: Callable, rounds: int, *, in_place: bool) -> Callable:
+def make_loop(step: Callable, rounds: int, *, in_place: bool) -> Callable:
     """Returns a loop (xs, *rest) -> results of dependent steps on each of several arrays.
 
     Args:
         step: a function of (x, *rest).
-        rounds: iterations of the loop, each of `steps_of` steps.
+        rounds: iterations of the loop, each of `count_steps` steps.
         in_place: whether the result of a step takes the place of its array.
     """
-    one = jax.jit(step)  # traced and lowered once
+    jitted = jax.jit(step)  # traced and lowered once
 
     def loop(xs: Sequence[Any], *rest: Any) -> tuple:
-        steps, source = steps_of(len(xs)), () if in_place else tuple(xs)
+        steps, source = count_steps(len(xs)), () if in_place else tuple(xs)
 
         def body(_: jax.Array, results: list) -> list:
             for i in range(steps):
                 # Each step depends on the one before and shares nothing with it: otherwise XLA
                 # would merge steps, or compute angles once for all.
                 barrier = jax.lax.optimization_barrier
-                results, others, own = barrier((list(results), source, rest))
+                results, others, operands = barrier((list(results), source, rest))
                 place = i % len(xs)
                 if in_place:
-                    results[place] = one(results[place], *own)
+                    results[place] = jitted(results[place], *operands)
                 else:
-                    results[i] = one(others[place], *own)
+                    results[i] = jitted(others[place], *operands)
             return results
 
         shapes = [] if in_place else [jax.eval_shape(step, xs[0], *rest)] * steps
@@ -102,32 +102,32 @@ def compile_loop(
     """Compiles the loop over the arrays of `arguments()`, which returns (arrays, *rest)."""
     shapes = jax.eval_shape(arguments)
     xs, *rest = shapes
-    steps = steps_of(len(xs))
+    steps = count_steps(len(xs))
     rounds = int(max(2, min(50, LOOP_BYTES // (moved_bytes * steps))))
-    loop = loop_of(step, rounds, in_place=in_place)
+    loop = make_loop(step, rounds, in_place=in_place)
     make = jax.jit(arguments).lower().compile()
-    one = jax.jit(step).lower(xs[0], *rest).compile()
+    single_step = jax.jit(step).lower(xs[0], *rest).compile()
     if device.is_gpu():
         run = jax.jit(loop, donate_argnums=(0,) if in_place else ()).lower(*shapes).compile()
     else:  # for a CPU, XLA merges the steps in spite of the barriers
         rounds, steps = 1, 1
-        run = lambda xs, *rest: (one(xs[0], *rest),)
+        run = lambda xs, *rest: (single_step(xs[0], *rest),)
 
     def start() -> tuple[list[np.ndarray], Timer]:
         xs, *rest = make()
-        results = sample(one(xs[0], *rest))
+        results = sample(single_step(xs[0], *rest))
 
-        def elapsed() -> float:
+        def measure() -> float:
             nonlocal xs
             begun = time.perf_counter()
-            found = jax.block_until_ready(run(xs, *rest))
+            outputs = jax.block_until_ready(run(xs, *rest))
             seconds = time.perf_counter() - begun
-            xs = found if in_place else xs
+            xs = outputs if in_place else xs
             return 1e6 * seconds / rounds / steps
 
         for _ in range(2):  # XLA launches kernel by kernel at first, and forms graphs in the second
-            elapsed()
-        return results, elapsed
+            measure()
+        return results, measure
 
     return start
 
@@ -139,7 +139,7 @@ def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
 
 
 def torch_on_gpu() -> bool:
-    """Whether torch is installed and finds a GPU."""
+    """True if torch is installed and finds a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
     return importlib.import_module("torch").cuda.is_available()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from benchmarks._timing import Maker, Timer, sample, steps_of
+from benchmarks._timing import Maker, Timer, count_steps, sample
 from rope_jax_kernels import Global, Neighborhood, Pattern
 
 
@@ -82,7 +82,7 @@ def maker(form: Callable, arrays: Callable[[], Sequence[torch.Tensor]]) -> Maker
     def start() -> tuple[list[np.ndarray], Timer]:
         torch.compiler.reset()  # otherwise few shapes of one function are compiled
         xs = arrays()
-        steps = steps_of(len(xs))
+        steps = count_steps(len(xs))
 
         def rounds() -> None:
             for i in range(steps):
@@ -90,12 +90,12 @@ def maker(form: Callable, arrays: Callable[[], Sequence[torch.Tensor]]) -> Maker
 
         with torch.no_grad():
             results = form(xs[0]).float().cpu().numpy()
-            return sample(results), timer(captured(rounds), steps)
+            return sample(results), timer(capture(rounds), steps)
 
     return lambda: start
 
 
-def captured(step: Callable[[], object]) -> Callable[[], None]:
+def capture(step: Callable[[], object]) -> Callable[[], None]:
     """Captures a step as a CUDA graph, after a few runs to compile and allocate.
 
     Returns:
@@ -117,7 +117,7 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
 def timer(step: Callable[[], object], count: int, passes: int = 5) -> Timer:
     """A timer of one of `count` steps that a call takes."""
 
-    def elapsed() -> float:
+    def measure() -> float:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(passes):
@@ -125,11 +125,11 @@ def timer(step: Callable[[], object], count: int, passes: int = 5) -> Timer:
         torch.cuda.synchronize()
         return 1e6 * (time.perf_counter() - begun) / passes / count
 
-    return elapsed
+    return measure
 
 
 def model(name: str, program: str, shape: Sequence[int], dtype: str, drop_path: float) -> Maker:
-    """A forward pass or training step of a timm model with torch.compile; its weights are its own.
+    """A forward pass or training step of a timm model with its own weights and torch.compile.
 
     Args:
         name: timm's name of the model.
@@ -154,7 +154,7 @@ def model(name: str, program: str, shape: Sequence[int], dtype: str, drop_path: 
         else:
             step = training_step(torch.compile(net.train(), dynamic=False), images)
         step()
-        return [], timer(captured(step), 1)
+        return [], timer(capture(step), 1)
 
     return lambda: start
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 
-def rotated(x, cos, sin):
-    """x [B, N, L, D] with the pairs (i, i + D/2) turned by angles [N, L, D/2]."""
+def rotate(x, cos, sin):
+    """Turns the pairs (i, i + D/2) of x [B, N, L, D] by angles [N, L, D/2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         theta = self.coords @ self.freqs
         cos, sin = theta.cos(), theta.sin()
-        out = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v)
+        out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
         x = x + self.proj(out.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -50,14 +50,14 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """Patches, blocks, a norm, the mean of the tokens, a linear classifier."""
 
-    def __init__(self, asked):
+    def __init__(self, spec):
         super().__init__()
-        width, side, epsilon = asked["width"], asked["patch_size"], asked["norm_epsilon"]
+        width, side, epsilon = spec["width"], spec["patch_size"], spec["norm_epsilon"]
         self.patches = nn.Conv2d(3, width, side, side)
-        self.patch_norm = nn.LayerNorm(width, epsilon) if asked["patch_norm"] else nn.Identity()
-        hidden, grid = int(width * asked["mlp_ratio"]), asked["image_size"] // side
-        block = (width, asked["heads"], hidden, epsilon, grid)
-        self.blocks = nn.Sequential(*(Block(*block) for _ in range(asked["depth"])))
+        self.patch_norm = nn.LayerNorm(width, epsilon) if spec["patch_norm"] else nn.Identity()
+        hidden, grid = int(width * spec["mlp_ratio"]), spec["image_size"] // side
+        block = (width, spec["heads"], hidden, epsilon, grid)
+        self.blocks = nn.Sequential(*(Block(*block) for _ in range(spec["depth"])))
         self.norm, self.head = nn.LayerNorm(width, epsilon), nn.Linear(width, 10)
 
     def forward(self, images):
@@ -65,26 +65,26 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(self.patch_norm(x))).mean(dim=1))
 
 
-def main(asked):
-    model, size = ViT(asked), asked["image_size"]
+def main(spec):
+    model, size = ViT(spec), spec["image_size"]
     parameters = list(model.parameters())
     groups = [
         {
             "params": [x for x in parameters if (x.ndim in (2, 4)) == decayed],
-            "weight_decay": asked["weight_decay"] if decayed else 0.0,
+            "weight_decay": spec["weight_decay"] if decayed else 0.0,
         }
         for decayed in (True, False)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=asked["learning_rate"], fused=True)
-    images = torch.randint(0, 256, (asked["batch"], size, size, 3), dtype=torch.uint8)
+    optimizer = torch.optim.AdamW(groups, lr=spec["learning_rate"], fused=True)
+    images = torch.randint(0, 256, (spec["batch"], size, size, 3), dtype=torch.uint8)
     labels = torch.randint(0, 10, images.shape[:1])
 
     def step():
         logits = model(((images.float() / 255 - 0.5) / 0.5).permute(0, 3, 1, 2))
-        loss = F.cross_entropy(logits, labels, label_smoothing=asked["label_smoothing"])
+        loss = F.cross_entropy(logits, labels, label_smoothing=spec["label_smoothing"])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        limit = asked["clip_norm"] or math.inf
+        limit = spec["clip_norm"] or math.inf
         norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
         optimizer.step()
         return loss.item(), (logits.argmax(-1) == labels).float().mean().item(), norm.item()

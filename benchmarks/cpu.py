@@ -38,8 +38,8 @@ COLUMNS = ("training step", "images/s", "quartiles", "times as fast: median (qua
 Take = Callable[[int], float]  # takes so many steps, and returns their seconds
 
 
-def config_of(recipe: str, flags: Sequence[str]) -> Config:
-    """The config of a recipe with settings changed, such as batch_size=32."""
+def make_config(recipe: str, flags: Sequence[str]) -> Config:
+    """Makes the config of a recipe with changed settings, such as batch_size=32."""
     changes = read_settings(f"--config.{flag}" for flag in flags)
     # Nothing is evaluated, so any image size will do.
     return resolve(load_recipe(recipe, changes | {"eval.resolutions": ()}))
@@ -67,7 +67,7 @@ def ours(config: Config) -> tuple[int, Take]:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"])), take
 
 
-def asked_of_peer(config: Config) -> dict[str, Any]:
+def peer_arguments(config: Config) -> dict[str, Any]:
     """The arguments of `_torch_vit.py`, for the same model and optimizer.
 
     Raises:
@@ -89,7 +89,7 @@ def asked_of_peer(config: Config) -> dict[str, Any]:
 
 
 def peer(process: subprocess.Popen) -> tuple[int, Take]:
-    """The same measurement in a process of `_torch_vit.py`."""
+    """The number of parameters, and the training step of a process of `_torch_vit.py`."""
 
     def answer() -> Any:
         line = process.stdout.readline()
@@ -114,17 +114,17 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(several, n=4, method="inclusive")
 
 
-def rows_of(seconds: dict[str, list[float]]) -> list[list[str]]:
-    """Rows of COLUMNS; how many times as fast ours is as each other, turn by turn.
+def table_rows(seconds: dict[str, list[float]]) -> list[list[str]]:
+    """Rows of COLUMNS, with our speed relative to each other one, turn by turn.
 
     Args:
-        seconds: an image's, by name and turn.
+        seconds: seconds per image, by name and turn.
     """
     rows = []
     for name, each in seconds.items():
         low, median, high = (f"{x:,.0f}" for x in quartiles([1 / x for x in each]))
         pairs = zip(each, seconds[OURS], strict=True)
-        least, middle, most = (f"{x:.2f}" for x in quartiles([x / own for x, own in pairs]))
+        least, middle, most = (f"{x:.2f}" for x in quartiles([x / y for x, y in pairs]))
         times = "" if name == OURS else f"{middle} ({least} to {most})"
         rows.append([name, median, f"{low} to {high}", times])
     return rows
@@ -148,12 +148,12 @@ def run(
         turns: of each
         seconds: of each turn
     """
-    config = config_of(recipe, flags)
+    config = make_config(recipe, flags)
     with contextlib.ExitStack() as stack:
         takers = {OURS: ours(config)}
         if torch is not None:
             script = str(pathlib.Path(__file__).with_name("_torch_vit.py"))
-            command, pipes = [torch, script, json.dumps(asked_of_peer(config))], subprocess.PIPE
+            command, pipes = [torch, script, json.dumps(peer_arguments(config))], subprocess.PIPE
             other = stack.enter_context(
                 subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)
             )
@@ -166,8 +166,8 @@ def run(
         times: dict[str, list[float]] = {name: [] for name in takes}
         for _, (name, take) in itertools.product(range(turns), takes.items()):
             times[name].append(take(steps[name]) / steps[name] / config.batch_size)
-    asked = {"recipe": recipe, "changed": " ".join(flags), "turns": turns}
+    settings = {"recipe": recipe, "changed": " ".join(flags), "turns": turns}
     note = ", ".join([f"`{recipe}`", *flags, f"{cores()} cores."])
-    rows = rows_of(times)
-    keep(settings=asked, columns=COLUMNS, rows=rows, note=note, seconds_per_image=times)
+    rows = table_rows(times)
+    keep(settings=settings, columns=COLUMNS, rows=rows, note=note, seconds_per_image=times)
     print(format_table(COLUMNS, rows))

@@ -58,7 +58,7 @@ def by_hand(files: Sequence[bytes]) -> None:
 
 
 def epoch(source: str, path: str, augment: str, files: Sequence[bytes]) -> None:
-    """Loads as many full batches of 32 as there are, in this process."""
+    """Loads all full batches of 32, in this process."""
     images = load(source, path, "train", SIZE)
     stream = batches(images, batch_size=32, seed=0, augment=augment)
     for _ in itertools.islice(stream, len(files) // 32):
@@ -111,7 +111,7 @@ def run(
             PILLOW: functools.partial(by, pillow),
             "decode_image": functools.partial(by, decode_image),
             "by hand": by_hand,
-            **{f"{name}: {CROP}": functools.partial(epoch, *of, CROP) for name, of in sets.items()},
+            **{f"{name}: {CROP}": functools.partial(epoch, *x, CROP) for name, x in sets.items()},
             "folder: centre": functools.partial(epoch, *sets["folder"], "none"),
         }
         rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -122,8 +122,8 @@ def run(
             rates[name].append(count / (time.process_time() - begun))
     rows = []
     for name, each in rates.items():
-        share = statistics.median(x / y for x, y in zip(each, rates[PILLOW], strict=True))
-        rows.append([name, f"{statistics.median(each):.0f}", f"{share:.2f}"])
+        ratio = statistics.median(x / y for x, y in zip(each, rates[PILLOW], strict=True))
+        rows.append([name, f"{statistics.median(each):.0f}", f"{ratio:.2f}"])
     print(format_table(COLUMNS, rows))
     settings = {"images": images.name, "tfds": bool(tfds), "rounds": rounds}
     note = f"{len(files)} photographs, to {SIZE[0]} px."

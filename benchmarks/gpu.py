@@ -2,9 +2,9 @@
 
     python -m benchmarks gpu --out=benchmarks/results
 
-One after the other, in processes of their own: the tests in tests/gpu, `rope_jax tune` for MODELS,
+Runs one after the other, in separate processes: the tests in tests/gpu, `rope_jax tune` for MODELS,
 and `benchmarks speed`, in which calls without a named implementation use these choices. The same
-command continues where another ended. In the folder --out,
+command continues where an earlier one ended. In the folder --out,
 
     tests_gpu_SOURCES.jsonl   has a line with the outcome of each test, as they end
     speed_gpu.json            is the result that `make tables` reads
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax
 
 from benchmarks._runner import Keep
-from rope_jax_kernels.tuning.choices import sources_of_kernels
+from rope_jax_kernels.tuning.choices import hash_sources
 
 # Model, position, images on one GPU, and further arguments of `tune`, as `speed` measures them.
 MODELS = (
@@ -43,14 +43,14 @@ def steps(out: pathlib.Path, outcomes: pathlib.Path) -> Iterator[tuple[str, list
     workers = ["-q", "-p", "no:cacheprovider", "-n", "4", "--dist", "loadgroup"]
     yield "tests", ["pytest", "tests/gpu", *workers, f"--outcomes={outcomes}"]
     for model, position, batch, *training in MODELS:
-        asked = [f"--model={model}", f"--position={position}", f"--batch={batch}", *training]
+        options = [f"--model={model}", f"--position={position}", f"--batch={batch}", *training]
         name = "_".join(["tune", model, position, *(["train"] if training else [])])
-        yield name, ["rope_jax.tune", *asked, "--seconds=45"]
+        yield name, ["rope_jax.tune", *options, "--seconds=45"]
     yield "speed", ["benchmarks", "speed", f"--out={out}/speed_gpu.json"]
 
 
 def run(keep: Keep, *, out: pathlib.Path) -> None:
-    """Runs the steps that have not ended well, and fails if one of them fails.
+    """Runs the steps that have not succeeded yet, and fails if one of them fails.
 
     Args:
         keep: unused, because `out` is a folder.
@@ -59,11 +59,11 @@ def run(keep: Keep, *, out: pathlib.Path) -> None:
     if jax.default_backend() != "gpu":
         raise SystemExit(f"jax runs on {jax.default_backend()}, not on a GPU")
     out.mkdir(parents=True, exist_ok=True)
-    outcomes = out / f"tests_gpu_{sources_of_kernels()}.jsonl"
+    outcomes = out / f"tests_gpu_{hash_sources()}.jsonl"
     cache, failed = out.resolve() / "cache", []
     caches = {"ROPE_JAX_CACHE": f"{cache}", "ROPE_JAX_TEST_CACHE": f"{cache}/tests"}
     for name, command in steps(out, outcomes):
-        done = out / f"{name}_{jax.__version__}_{sources_of_kernels()}.done"
+        done = out / f"{name}_{jax.__version__}_{hash_sources()}.done"
         if not done.exists():
             print(f"{name}: {' '.join(command)}", flush=True)
             if subprocess.run([sys.executable, "-m", *command], env=os.environ | caches).returncode:

@@ -66,12 +66,12 @@ class Step:
 
     Attributes:
         state: bytes per device of parameters, optimizer state and averages.
-        rest: bytes per device of activations, gradients, gathered parameters and the batch.
+        other: bytes per device of activations, gradients, gathered parameters and the batch.
         text: the optimised HLO.
     """
 
     state: int
-    rest: int
+    other: int
     text: str
 
 
@@ -140,11 +140,11 @@ def model_row(title: str, name: str, hosts: int, fsdp: int) -> list[str]:
     """Memory, largest batch and collectives of a training step, with the blocks in a scan."""
     settings, devices = classifier(name, options="scan_layers=True"), absent_gpus(hosts, 8)
     small, large = (compile_step(settings, devices, batch, fsdp=fsdp) for batch in BATCHES)
-    slope = (large.rest - small.rest) / (BATCHES[1] - BATCHES[0])
-    fitting = BATCHES[1] + (FITS - large.state - large.rest) / slope
+    slope = (large.other - small.other) / (BATCHES[1] - BATCHES[0])
+    fitting = BATCHES[1] + (FITS - large.state - large.other) / slope
     kinds = collections.Counter(re.findall(rf" ({COLLECTIVE})(?:-start)?\(", large.text))
     collectives = ", ".join(f"{kinds[x]} {x}" for x in COLLECTIVE.split("|") if kinds[x])
-    sizes = [gib(large.state), gib(large.rest), str(math.floor(fitting / 8) * 8)]
+    sizes = [gib(large.state), gib(large.other), str(math.floor(fitting / 8) * 8)]
     return [title, str(8 * hosts), str(fsdp), *sizes, collectives]
 
 
@@ -154,7 +154,7 @@ def dense_row(title: str, recipe: str, size: int, classes: int) -> list[str]:
     model = dataclasses.replace(settings.model, num_classes=classes)
     settings = dataclasses.replace(settings, model=model)
     step = compile_step(settings, absent_gpus(), 2, size)
-    return [title, f"`{recipe}`", f"{size} x {size}", "2", gib(step.state), gib(step.rest)]
+    return [title, f"`{recipe}`", f"{size} x {size}", "2", gib(step.state), gib(step.other)]
 
 
 def run(keep: Keep) -> None:
@@ -169,8 +169,8 @@ def run(keep: Keep) -> None:
     models = {"columns": header, "rows": [], "note": "Classification."}
     header = ["model", "recipe", "pixels", "images", "state, GiB", "other memory, GiB"]
     dense = {"columns": header, "rows": [], "note": "Recipes of dense prediction, on one GPU."}
-    for table, row_of, cases in ((models, model_row, MODELS), (dense, dense_row, DENSE)):
+    for table, make_row, cases in ((models, model_row, MODELS), (dense, dense_row, DENSE)):
         for case in cases:
-            table["rows"].append(row_of(*case))
+            table["rows"].append(make_row(*case))
             print(*table["rows"][-1], sep="\t", flush=True)
             keep(settings={}, machine=machine, tables=[models, dense])

@@ -33,7 +33,7 @@ through that together exceed every cache, unless sixteen do not. `copy_us` is th
 memory traffic at the bandwidth of a copy, which is measured in the same process (`limits`). Ratios
 are of a form's time to that of the fastest of our kernels with the same position.
 
---table measures what a table of the thesis has, and shows its numbers next to ours: A.1 and A.2
+--table measures the cases of a table of the thesis, and shows its numbers next to ours: A.1 and A.2
 (rotations, cache hot), 4.4 and D.1 (images per second of models).
 """
 
@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _layers, _models, _rotations
-from benchmarks._runner import Keep, earlier
+from benchmarks._runner import Keep, earlier_result
 from benchmarks._timing import Case, Start, Timer, machine_limits, take_turns
 from rope_jax.analysis import expected
 from rope_jax.names.text import format_table
@@ -100,8 +100,8 @@ def measure(
     for form, start in forms.items():
         try:
             results, timer = start.result()()
-            wanted = references.setdefault(form.partition("+")[2], results)
-            compared = zip(results, wanted, strict=True) if results else ()
+            reference = references.setdefault(form.partition("+")[2], results)
+            compared = zip(results, reference, strict=True) if results else ()
             wrong = [off for x, y in compared if not (off := error(x, y)) <= ALLOWED]  # also NaN
         except Exception as failure:  # the other forms are measured nevertheless
             left_out[form] = f"{type(failure).__name__}: {str(failure).partition('\n')[0]}"
@@ -111,28 +111,28 @@ def measure(
         else:
             timers[form] = timer
     times = take_turns(timers, turns)
-    about = {"group": case.group, "case": case.name, "microseconds": times, "left_out": left_out}
-    return about | {"copy_us": case.moved_bytes / limits["copy_gb_per_s"] / 1e3}
+    row = {"group": case.group, "case": case.name, "microseconds": times, "left_out": left_out}
+    return row | {"copy_us": case.moved_bytes / limits["copy_gb_per_s"] / 1e3}
 
 
 def ratios(measured: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Rows (group, form, cases, mean, least, most) of times over those of our fastest kernel."""
-    found: dict[tuple[str, str], list[float]] = {}
+    relative_times: dict[tuple[str, str], list[float]] = {}
     for row in measured:
         times = {tuple(form.split("+")): us for form, us in row["microseconds"].items()}
         for (software, *position), us in times.items():
             ours = [times[key] for name in OURS if (key := (name, *position)) in times]
             if software not in OURS and ours:
                 form = "+".join((software, *position))
-                found.setdefault((row["group"], form), []).append(us / min(ours))
+                relative_times.setdefault((row["group"], form), []).append(us / min(ours))
     return [
         [*key, len(each), statistics.geometric_mean(each), min(each), max(each)]
-        for key, each in found.items()
+        for key, each in relative_times.items()
     ]
 
 
 def speedups(measured: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
-    """Rows of table A.2: our ratios of times, and what the thesis has printed (A100, %)."""
+    """Rows of table A.2: our ratios of times, and those printed in the thesis (A100, %)."""
     for entry in expected.speedups():
         over, form = FORMS[entry["over"]], FORMS[entry["form"]]
         each = [
@@ -143,8 +143,8 @@ def speedups(measured: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
         ]
         ours = (statistics.fmean(each), min(each), max(each)) if each else ("-",) * 3
         published = (entry["average"], entry["least"], entry["most"])
-        what = f"{entry['over']} / {entry['form']}"
-        yield [entry["precision"], what, len(each), *ours, *published]
+        ratio = f"{entry['over']} / {entry['form']}"
+        yield [entry["precision"], ratio, len(each), *ours, *published]
 
 
 def throughput(table: str, measured: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
@@ -153,10 +153,10 @@ def throughput(table: str, measured: Sequence[Mapping[str, Any]]) -> Iterator[li
         name, images = row["case"].split(", ")[:2]
         for form, us in row["microseconds"].items():
             software, position = form.split("+")
-            wanted = (f"Kane, thesis, table {table}", name, position)
+            key = (f"Kane, thesis, table {table}", name, position)
             best = max(
                 (x for x in expected.entries() if "images_per_second" in x
-                 and (x["source"], x.get("model"), x.get("position")) == wanted),
+                 and (x["source"], x.get("model"), x.get("position")) == key),
                 key=lambda x: x["images_per_second"],
             )  # fmt: skip
             speed = 1e6 * int(images.split()[0]) / us
@@ -164,8 +164,8 @@ def throughput(table: str, measured: Sequence[Mapping[str, Any]]) -> Iterator[li
             yield [name, position, software, speed, published]
 
 
-def table_of(table: str | None, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns and rows of a table of the thesis, or of the ratios."""
+def make_table(table: str | None, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Makes the columns and rows of a table of the thesis, or of the ratios."""
     if table == "A.1":
         columns = ["precision", "size", *(f"{form}, us" for form in FORMS)]
         rows = []
@@ -198,7 +198,7 @@ def run(
 
     Args:
         keep: saves the result.
-        out: the JSON file to write; what it has is not measured again
+        out: the JSON file to write; cases in it are not measured again
         parts: parts to measure
         only: measure only cases with this in their name
         table: a table of the thesis
@@ -206,17 +206,17 @@ def run(
     """
     small = jax.default_backend() != "gpu"
     settings = {"table": table, "turns": turns}
-    measured = earlier(out, "speed", settings).get("measured", [])
-    known = {(row["group"], row["case"]) for row in measured}
+    measured = earlier_result(out, "speed", settings).get("measured", [])
+    done = {(row["group"], row["case"]) for row in measured}
     todo = [
         case
         for case in cases(parts, table, small=small)
-        if (case.group, case.name) not in known and only in f"{case.group}, {case.name}"
+        if (case.group, case.name) not in done and only in f"{case.group}, {case.name}"
     ]
     limits = machine_limits(turns)
     installed = filter(importlib.util.find_spec, PEERS)
     versions = {name: importlib.metadata.version(name) for name in installed}
-    about = {"settings": settings, "limits": limits, "versions": versions}
+    context = {"settings": settings, "limits": limits, "versions": versions}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for group in itertools.batched(todo, TOGETHER):
             compiling = [
@@ -227,11 +227,11 @@ def run(
             for case, forms in zip(group, compiling, strict=True):
                 row = measure(case, forms, turns, limits)
                 measured.append(row)
-                keep(**about, measured=measured, **table_of(table, measured))
+                keep(**context, measured=measured, **make_table(table, measured))
                 times = ", ".join(f"{form} {us:.4g}" for form, us in row["microseconds"].items())
                 print(f"{case.group}: {case.name}: {times} us", flush=True)
                 for form, reason in row["left_out"].items():
                     print(f"  {form} is left out: {reason}")
-    found = table_of(table, measured)
-    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in found["rows"]]
-    print(format_table(found["columns"], cells))
+    final = make_table(table, measured)
+    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in final["rows"]]
+    print(format_table(final["columns"], cells))

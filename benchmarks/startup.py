@@ -35,8 +35,8 @@ def first_step(flags: list[str], cache: pathlib.Path) -> float:
         SystemExit: the process ends before its first step.
     """
     command = [sys.executable, "-m", "rope_jax.main", "--config=configs/digits.py", *flags]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
-    environment = kept | {"ROPE_JAX_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
+    environment = inherited | {"ROPE_JAX_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with (
@@ -96,7 +96,7 @@ def run(
         [name, statistics.median(each), min(each), max(each), len(each)]
         for name, each in seconds.items()
     ]
-    asked = {"model": model, "batch": batch, "image_size": image_size, "starts": starts}
+    arguments = {"model": model, "batch": batch, "image_size": image_size, "starts": starts}
     note = f"`{model}`, batch {batch}, {image_size} px, {dtype}."
-    keep(settings=asked, columns=COLUMNS, rows=rows, note=note, first_step_s=seconds)
+    keep(settings=arguments, columns=COLUMNS, rows=rows, note=note, first_step_s=seconds)
     print(format_table(COLUMNS, [[row[0], *(f"{x:.3g}" for x in row[1:])] for row in rows]))

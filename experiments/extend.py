@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from benchmarks._runner import Keep, earlier
+from benchmarks._runner import Keep, earlier_result
 from experiments._claims import Table, spread
 from rope_jax.analysis.intervals import student
 from rope_jax.config import Config, resolve_stored
@@ -178,7 +178,7 @@ def run(
         raise SystemExit("name the workdirs of runs, and rules with none among them")
     keep_compiled()
     settings = {"rules": rules, "scales": scales, "images": images}
-    found = earlier(out, "extend", settings).get("rows", [])
+    found = earlier_result(out, "extend", settings).get("rows", [])
     paths = {folder: folder / "config.json" for folder in runs}
     configs = {folder: resolve_stored(read_json(path), path) for folder, path in paths.items()}
     for workdir, seed in [(x, seed) for x, config in configs.items() for seed in config.all_seeds]:

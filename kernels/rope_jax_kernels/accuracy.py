@@ -17,7 +17,7 @@ def error(got: Any, exact: Any) -> float:
 
 
 def allowed_error(plain: float, dtype: Any, *, gradient: bool) -> float:
-    """The error that a kernel may have: that of "xla" and two roundings more.
+    """The largest error of a kernel that is allowed: that of "xla" and two roundings more.
 
     For a gradient twice that of "xla", because kernels recompute what autodiff stores.
 

@@ -27,13 +27,13 @@ def cos_sin(
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
     """Cosine and sine of float32 radians, within 2e-7 of the exact values up to 10^4 radians.
 
-    The compiler's own are two functions of twice the length, with a branch for huge angles that
-    keeps an array in local memory. Here the nearest multiple of pi/2 is subtracted in three parts
-    whose products are exact (Cody and Waite), and the polynomials are those of Cephes.
+    The compiler's versions are two functions of twice the length, with a branch for huge angles
+    that keeps an array in local memory. Here the nearest multiple of pi/2 is subtracted in three
+    parts whose products are exact (Cody and Waite), and the polynomials are those of Cephes.
 
     Args:
         theta: radians.
-        nearest: rounds to whole numbers, by an operation that the backend has.
+        nearest: rounds to whole numbers, by an operation of the backend.
     """
     turns = nearest(theta * np.float32(2 / np.pi))
     r = (

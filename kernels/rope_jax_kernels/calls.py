@@ -26,7 +26,7 @@ def call(
     Raises:
         ValueError: the name is unknown, or the named implementation refuses the call.
     """
-    context, data = jax.sharding.get_abstract_mesh(), [*dispatch.data_of(arguments).values()]
+    context, data = jax.sharding.get_abstract_mesh(), [*dispatch.select_data(arguments).values()]
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(data)]
     meshes = [x.mesh for x in types if x.mesh.explicit_axes] if context.empty else []
     mesh = meshes[0] if meshes else context
@@ -50,7 +50,7 @@ def call(
 
 
 def _shardings(op: str, specs: list[P], mesh: AbstractMesh) -> Any:
-    """The shardings of the results of an operation, those of its data."""
+    """The shardings of the results of an operation, which are those of its data."""
     if op == "attention_qkv":
         specs = [(*specs[0][:-3], *specs[0][-2:])]
     elif op in ("unpack_and_rotate", "rotate_back_and_pack"):

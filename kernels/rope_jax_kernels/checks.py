@@ -13,7 +13,7 @@ from rope_jax_kernels.rotation import Rotation
 
 LAYOUTS = ("BLND", "BNLD")
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
-# Of an array: integers, or symbols where `jax.export` leaves a size open.
+# Shape of an array: integers, or symbols where `jax.export` leaves a size open.
 Shape = tuple[Any, ...]
 
 
@@ -104,7 +104,7 @@ def check_pattern(pattern: Any) -> None:
 def check_operand(name: str, x: Any, pattern: Pattern) -> None:
     """Requires a floating-point array with the dimensions that the pattern expects.
 
-    Only the batch may be empty.
+    Only the batch dimension may be empty.
     """
     check_floating(name, x)
     is_global, shape = isinstance(pattern, Global), x.shape
@@ -159,8 +159,8 @@ def check_terms(
             )
     places = tuple(places)
     if rotation is not None:
-        tokens, what = pattern.rotated_tokens(places), pattern.rotated_part(places, name)
-        check_rotation(rotation, tokens, heads, head_dim, what)
+        tokens, part = pattern.rotated_tokens(places), pattern.rotated_part(places, name)
+        check_rotation(rotation, tokens, heads, head_dim, part)
     if bias is not None:
         check_floating("bias", bias)
         expected = pattern.bias_shape(heads, places)

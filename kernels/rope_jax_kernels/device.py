@@ -54,7 +54,7 @@ def target() -> Any:
 
 
 def is_gpu() -> bool:
-    """Whether the target is a GPU."""
+    """True if the target is a GPU."""
     device = target()
     return getattr(device, "platform", device) in ("gpu", "cuda", "rocm")
 
@@ -69,26 +69,26 @@ def capability() -> int:
     """
     if not is_gpu():
         return 0
-    found = getattr(target(), "compute_capability", "")  # abstract devices have none
-    if str(found).replace(".", "").isdigit():  # AMD's is the name of an architecture
-        major, _, minor = str(found).partition(".")
+    version = getattr(target(), "compute_capability", "")  # abstract devices have none
+    if str(version).replace(".", "").isdigit():  # AMD's is the name of an architecture
+        major, _, minor = str(version).partition(".")
         return 10 * int(major) + int(minor or 0)
-    known, _ = listed(kind())
-    if not (found or known or kind().startswith(("gfx", "AMD"))):
+    listed, _ = data_sheet(kind())
+    if not (version or listed or kind().startswith(("gfx", "AMD"))):
         raise ValueError(
             f"the compute capability of {kind()!r} is not known without the device: compile for "
             f"one of {', '.join(KINDS)}, add it to rope_jax_kernels.device.KINDS, or use "
             "implementation='xla'"
         )
-    return known
+    return listed
 
 
 def bandwidth() -> float:
-    """Bytes per second between the target, a GPU, and its memory, as its data sheet has it."""
-    return 1e9 * listed(kind())[1]
+    """Bytes per second between the target, a GPU, and its memory, from its data sheet."""
+    return 1e9 * data_sheet(kind())[1]
 
 
-def listed(kind: str) -> tuple[int, int]:
+def data_sheet(kind: str) -> tuple[int, int]:
     """The entry of a kind of GPU in `KINDS`, or 0 and `BANDWIDTH`."""
     words = kind.replace("-", " ").split()
     return next((KINDS[word] for word in words if word in KINDS), (0, BANDWIDTH))
@@ -107,13 +107,13 @@ def say(message: str) -> None:
     print(f"rope_jax_kernels: {message}", file=sys.stderr, flush=True)
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Pallas' interpret mode: requested, and the target is not a GPU."""
+def is_interpreted() -> bool:
+    """True if kernels run in Pallas' interpret mode: if requested, and the target is not a GPU."""
     return os.environ.get(INTERPRET) == "1" and not is_gpu()
 
 
 def may_be_partitioned() -> bool:
-    """Whether XLA may split the traced call over several devices.
+    """True if XLA may split the traced call over several devices.
 
     This is the case with several devices outside `jax.shard_map`. XLA cannot partition a kernel and
     would gather its operands first.
@@ -125,13 +125,13 @@ def may_be_partitioned() -> bool:
 
 
 def refusal(generation: str = "Ampere") -> str | None:
-    """Why the target cannot run a kernel that needs this generation of GPU or a newer one.
+    """Checks that the target runs kernels that need this generation of GPU or a newer one.
 
     Returns:
-        The reason, or None if it can.
+        The reason if it cannot, else None.
     """
     if not is_gpu():
-        if interpreted():
+        if is_interpreted():
             return None
         return f"it needs a GPU; set {INTERPRET}=1 to interpret it on the CPU"
     if capability() == 0:
@@ -143,7 +143,7 @@ def refusal(generation: str = "Ampere") -> str | None:
 
 
 def refusal_of_arrays(arrays: Mapping[str, Array], dtypes: Sequence = DTYPES) -> str | None:
-    """Why a kernel for these dtypes cannot take these named arrays, or None if it can."""
+    """The reason why a kernel for these dtypes cannot take these named arrays, or None."""
     for name, x in arrays.items():
         if x.dtype not in dtypes:
             *others, last = (jnp.dtype(dtype).name for dtype in dtypes)
@@ -168,7 +168,7 @@ def vary_alike(*trees: Any) -> tuple:
 
 
 def shapes_like(x: Array, *shapes: tuple[tuple[int, ...], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Outputs of a kernel, of (shape, dtype), that vary over the mesh axes over which x varies."""
+    """Outputs of a kernel, from (shape, dtype), that vary over the same mesh axes as x."""
     varying = jax.typeof(x).manual_axis_type
     return tuple(jax.ShapeDtypeStruct(*shape, manual_axis_type=varying) for shape in shapes)
 

@@ -3,8 +3,7 @@
 Every operation has an implementation in plain jax.numpy, "xla", which supports every call. The
 others are GPU kernels that refuse unsupported calls with a reason. A call with
 `implementation=None` that was not measured (`tuning`) tries the kernels of `PREFERENCE` in order
-and falls back to "xla"; where its arrays turn out to be elsewhere than on a GPU, it computes by
-"xla" too.
+and falls back to "xla"; it also uses "xla" where its arrays turn out not to be on a GPU.
 
 An implementation is a module with a function for each of its operations, called with the
 operation's arguments by name, and (except "xla") `refusal`, which takes the arrays of data by name,
@@ -66,7 +65,7 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # - rotate, rotate_by_angles: only where `kernels_pay`.
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
 # - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
-# - mosaic: must be measured against triton first.
+# - mosaic: not preferred before it has been measured against triton.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
 PREFERENCE: dict[str, dict[str, range]] = {
     "rotate": {"triton": FROM_AMPERE},
@@ -87,7 +86,7 @@ PARTITIONED = ("xla", "cudnn")
 def candidates(op: str, kernels_pay: bool = True) -> tuple[str, ...]:
     """Implementations that `implementation=None` tries for a call of `op`, best first.
 
-    The last one is always "xla". Measured choices for single calls (`tuning`) come before these.
+    The last one is always "xla". Measured choices for single calls (`tuning`) take precedence.
 
     Args:
         op: name of the operation.
@@ -136,7 +135,7 @@ def run(op: str, implementation: str, arguments: dict[str, Any], tile: TileSizes
     A kernel keeps the sizes in its static arguments, because its backward pass is traced elsewhere.
     """
     sizes = {"tile": tile} if tile else {}
-    return getattr(module_of(op, implementation), op)(**arguments, **sizes)
+    return getattr(load_module(op, implementation), op)(**arguments, **sizes)
 
 
 def run_by_platform(
@@ -144,8 +143,8 @@ def run_by_platform(
 ) -> Any:
     """`run` with "xla" in place of a kernel where the program is not lowered for CUDA.
 
-    A process with a GPU also computes on its CPU, and on which of them is determined only when a
-    program is lowered.
+    A process with a GPU also computes on its CPU; which of them runs a program is determined only
+    when it is lowered.
     """
     if implementation == "xla" or not device.is_gpu():
         return run(op, implementation, arguments, tile)
@@ -163,13 +162,13 @@ def _by_platform(
 ) -> Any:
     """See `run_by_platform`; `fixed` has None where an array belongs.
 
-    Reverse mode differentiates both branches and saves the residuals of both, those of the other
-    one as zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
+    Reverse mode differentiates both branches and saves the residuals of both, with zeros for the
+    branch that did not run. So "xla" saves only its operands and recomputes from them.
     """
 
     def by(implementation: str, tile: TileSizes, *arrays: jax.Array) -> Any:
-        left = iter(arrays)
-        leaves = [next(left) if x is None else x for x in fixed]
+        remaining = iter(arrays)
+        leaves = [next(remaining) if x is None else x for x in fixed]
         return run(op, implementation, jax.tree.unflatten(tree, leaves), tile)
 
     elsewhere = jax.checkpoint(functools.partial(by, "xla", ()))
@@ -179,26 +178,26 @@ def _by_platform(
 
 
 def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:
-    """Why an implementation cannot serve a call of `op`, or None if it can."""
+    """The reason why an implementation cannot serve a call of `op`, or None if it can."""
     if implementation == "xla":
         return None
     if implementation not in IMPLEMENTATIONS[op]:
         return f"{op} has no implementation of this name"
     try:
-        module = module_of(op, implementation)
+        module = load_module(op, implementation)
     except ImportError as error:
         return f"jax {jax.__version__} does not have what it needs ({error})"
-    data = data_of(arguments)
+    data = select_data(arguments)
     return module.refusal(data, **{x: y for x, y in arguments.items() if x not in data})
 
 
-def data_of(arguments: dict[str, Any]) -> dict[str, Any]:
+def select_data(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arrays that an operation rotates or attends to, among its arguments by name."""
     return {name: arguments[name] for name in DATA if name in arguments}
 
 
 def refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:
-    """`refusal`, or why XLA would have to gather the operands first."""
+    """`refusal`, or the reason why XLA would have to gather the operands first."""
     if implementation not in PARTITIONED and device.may_be_partitioned():
         return "XLA would have to partition it over devices"
     return refusal(op, implementation, arguments)
@@ -206,11 +205,11 @@ def refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str
 
 def backward_pass(implementation: str, task: Any) -> Callable:
     """The backward pass of `attention.kernel` after the forward pass of an implementation."""
-    *others, last = (module_of("attention", name) for name in BACKWARD[implementation])
+    *others, last = (load_module("attention", name) for name in BACKWARD[implementation])
     return next((module for module in others if module.serves_backward(task)), last).backward
 
 
-def module_of(op: str, implementation: str) -> Any:
+def load_module(op: str, implementation: str) -> Any:
     """The module of an implementation, imported when it is first needed."""
     return importlib.import_module(f"{__package__}.{IMPLEMENTATIONS[op][implementation]}")
 
@@ -249,13 +248,13 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        taken = [
+        parameters = [
             f"{x.name}=..." if x.default is x.empty else f"[{x.name}=...]"
             for x in signature.parameters.values()
         ]
         raise TypeError(
             f"explain(op={name}, ...) was given other arguments than {name} takes: use "
-            f"explain({name}, {', '.join(taken)}), where those in brackets may be left out"
+            f"explain({name}, {', '.join(parameters)}), where those in brackets may be left out"
         ) from error
     bound.apply_defaults()
     del bound.arguments["implementation"]

@@ -57,13 +57,13 @@ class Layer:
             rotation, "freqs" has one pair.
         """
         bias = self.pattern.bias_shape(self.heads, self.places) if self.bias else ()
-        one = (batch, *self.places)
+        lead = (batch, *self.places)
         return {
-            "qkv": jax.ShapeDtypeStruct((*one, 3, self.heads, self.head_dim), dtype),
+            "qkv": jax.ShapeDtypeStruct((*lead, 3, self.heads, self.head_dim), dtype),
             "coords": self._float32(self.pattern.rotated_tokens(self.places), axes),
             "freqs": self._float32(self.heads, axes, max(1, self.pairs)),
             "bias": self._float32(*bias),
-            "out": jax.ShapeDtypeStruct((*one, self.heads, self.head_dim), dtype),
+            "out": jax.ShapeDtypeStruct((*lead, self.heads, self.head_dim), dtype),
         }
 
     @staticmethod
@@ -83,7 +83,7 @@ def _table() -> dict[str, Layer]:
         # At 224 px with patches of 16 px, with a class token (197) or mean pooling (196).
         "vit_s": Layer(Global(), (196,), 6, 64, 16),
         "vit_s_class_token": Layer(Global(), (197,), 6, 64, 16),
-        "vit_s_rope_mixed": Layer(Global(), (196,), 6, 64, 32),  # all channels turn
+        "vit_s_rope_mixed": Layer(Global(), (196,), 6, 64, 32),  # all channels rotate
         "vit_s_512px": Layer(Global(), (1025,), 6, 64, 16),
         "vit_b": Layer(Global(), (196,), 12, 64, 16),
         "vit_s_12_heads": Layer(Global(), (196,), 12, 32, 8),  # vit_s16: heads of 32 channels
@@ -95,8 +95,8 @@ def _table() -> dict[str, Layer]:
         "swin_t": _stages(Window((7, 7), (3, 3)), (3, 6, 12, 24)),
         "nat_mini": _stages(Neighborhood((7, 7)), (2, 4, 8, 16)),
     }
-    for model, of_model in stages.items():
-        layers |= {f"{model}_{i}": layer for i, layer in enumerate(of_model, start=1)}
+    for model, model_layers in stages.items():
+        layers |= {f"{model}_{i}": layer for i, layer in enumerate(model_layers, start=1)}
     return layers
 
 

@@ -1,4 +1,4 @@
-"""Common parts of the Mosaic GPU kernels of rotations and attention."""
+"""Common parts of the Mosaic GPU kernels for rotation and attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,10 @@ from rope_jax_kernels.arithmetic import cos_sin
 
 
 def store(ref: Any, value: Array, *, interpret: bool) -> None:
-    """`ref[...] = value` in any layout, also one that takes more instructions than the best.
+    """`ref[...] = value` in any layout, even one that takes more instructions than the best.
 
-    From jax 0.12 on, `ref[...] = value` refuses layouts that are not the best. `plgpu.store` is of
-    that release, and not for interpret mode.
+    From jax 0.12 on, `ref[...] = value` refuses layouts that are not the best. `plgpu.store` is new
+    in that release, and does not work in interpret mode.
     """
     if interpret or not hasattr(plgpu, "store"):
         ref[...] = value
@@ -27,8 +27,8 @@ def store(ref: Any, value: Array, *, interpret: bool) -> None:
 def repeat(count: Any, body: Callable[[Array, Any], Any], carry: Any) -> Any:
     """carry = body(i, carry) for `count` numbers i of 32 bits.
 
-    Those of a fixed count have 64 in `fori_loop` where `jax_enable_x64` is set, which neither the
-    other arithmetic of kernels nor Mosaic GPU takes.
+    With a fixed count and `jax_enable_x64`, those of `fori_loop` have 64 bits, which neither the
+    other arithmetic of kernels nor Mosaic GPU accepts.
     """
     return jax.lax.fori_loop(0, count, lambda i, carry: body(i.astype(np.int32), carry), carry)
 
@@ -51,22 +51,22 @@ def angles(
         shape: (rows, R).
         layouts: in registers, of [rows, R], of [rows] and of [R].
     """
-    of_tile, of_rows, of_columns = layouts
+    tile_layout, row_layout, column_layout = layouts
 
     def spread(x: Array, dim: int) -> Float[Array, "rows R"]:
-        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (dim,)), of_tile)
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (dim,)), tile_layout)
 
     theta = None
     for axis in range(freqs.shape[-2]):
-        along = plgpu.load(coords.at[:, axis], layout=of_rows, optimized=False)
-        freq = plgpu.load(freqs.at[*place, axis], layout=of_columns, optimized=False)
+        along = plgpu.load(coords.at[:, axis], layout=row_layout, optimized=False)
+        freq = plgpu.load(freqs.at[*place, axis], layout=column_layout, optimized=False)
         term = spread(along, 0) * spread(freq, 1)
         theta = term if theta is None else theta + term
     return theta
 
 
 def merge_mapped(size: int, operands: tuple, batched: tuple) -> tuple:
-    """Operands of a rule for vmap whose mapped dimension, of this size, joins their first one."""
+    """Merges the mapped dimension of operands, of this size, into the first one, for vmap rules."""
     wide = [
         x if b else jnp.broadcast_to(x, (size, *x.shape))
         for x, b in zip(operands, batched, strict=True)

@@ -27,19 +27,19 @@ from rope_jax_kernels import (
 )
 
 WINDOW_PADDING = ("mask", "tokens", "qkv")
-"""What tokens attend to where windows go beyond a map: see `window_of`."""
+"""Rules for windows that extend beyond a map: see `make_window`."""
 ATTENTION_PRODUCT = "multiply_adds_"
 """Scope of attention, followed by the multiply-adds of each of its two products (`models.cost`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddedWindow(Window):
-    """Windows that keep their size on every map and attend to the padding, as official codes do.
+    """Windows that keep their size on every map and attend to the padding, as in official code.
 
     The map is padded to whole windows at the bottom and right before it is shifted.
 
     Attributes:
-        padding: "tokens" or "qkv", see `window_of`.
+        padding: "tokens" or "qkv", see `make_window`.
     """
 
     padding: str = "tokens"
@@ -47,7 +47,7 @@ class PaddedWindow(Window):
     def fit(self, grid: tuple[int, int]) -> "PaddedWindow":
         return self
 
-    def padded(self, grid: tuple[int, int]) -> tuple[int, ...]:
+    def padded_size(self, grid: tuple[int, int]) -> tuple[int, ...]:
         """Rows and columns of a map of `grid` with its padding."""
         return tuple(n + -n % size for n, size in zip(grid, self.size, strict=True))
 
@@ -61,14 +61,14 @@ class PaddedNeighborhood(Neighborhood):
 
     padding: ClassVar[str] = "tokens"
 
-    def padded(self, grid: tuple[int, int]) -> tuple[int, ...]:
+    def padded_size(self, grid: tuple[int, int]) -> tuple[int, ...]:
         """Rows and columns of a map of `grid` with its padding."""
         spans = (size * step for size, step in zip(self.size, self.dilation, strict=True))
         return tuple(map(max, grid, spans))
 
 
-def window_of(side: int, padding: str) -> Window:
-    """Windows of `side` x `side` tokens.
+def make_window(side: int, padding: str) -> Window:
+    """Creates windows of `side` x `side` tokens.
 
     Args:
         side: in tokens.
@@ -82,7 +82,7 @@ def window_of(side: int, padding: str) -> Window:
 
 
 def check_windows(position: Position) -> None:
-    """Raises ValueError for a scheme that needs the whole map where windows do not show it."""
+    """Raises ValueError for a scheme that needs the whole map, with windows that do not show it."""
     stage = position.stage
     padded = isinstance(stage.pattern, PaddedWindow)
     own_box = isinstance(stage.pattern, Window) and stage.window_box == "own"
@@ -167,12 +167,12 @@ class SelfAttention(nnx.Module):
         qkv = qkv.reshape(batch, *places, 3 * features)
         if isinstance(pattern, PaddedWindow | PaddedNeighborhood):
             filling = self._bias() if pattern.padding == "tokens" else None
-            qkv = _pad_map(qkv, pattern.padded(grid), filling)
+            qkv = _pad_map(qkv, pattern.padded_size(grid), filling)
         qkv = qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads)
         scale = self.scale
         if terms.logit_scale != 1:  # a number, as kernels take it
-            own = qkv.shape[-1] ** -0.5 if scale is None else scale
-            scale = own * terms.logit_scale
+            base_scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+            scale = base_scale * terms.logit_scale
         if key is not None and drop > 0:  # one mask for the whole batch; no kernel supports it
             attend = functools.partial(_dropping_attention, drop=drop, key=key)
             shared = (terms.rotation, bias, terms.transform)
@@ -196,7 +196,7 @@ class SelfAttention(nnx.Module):
         return project(out)
 
     def _bias(self) -> Float[Array, " C3"] | None:
-        """The bias of q, k and v, whose k part may be absent; None without any."""
+        """The bias of q, k and v, with zeros for k if that has none; None without any."""
         if self.qv_bias is None:
             return None if self.qkv.bias is None else self.qkv.bias[...]
         q_bias, v_bias = jnp.split(self.qv_bias[...], 2)
@@ -215,7 +215,7 @@ def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> 
         return (prefix + grid[0] * grid[1]) ** 2
     pairs = 1
     if isinstance(pattern, Neighborhood):
-        grid = pattern.padded(grid) if isinstance(pattern, PaddedNeighborhood) else grid
+        grid = pattern.padded_size(grid) if isinstance(pattern, PaddedNeighborhood) else grid
         for n, kernel, step in zip(grid, pattern.size, pattern.dilation, strict=True):
             pairs *= sum(min(kernel, -(-(n - i % step) // step)) for i in range(n))
     else:
@@ -227,7 +227,7 @@ def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> 
 def _pad_map(
     qkv: Float[Array, "B H W C3"], size: tuple[int, ...], filling: Float[Array, " C3"] | None
 ) -> Float[Array, "B H2 W2 C3"]:
-    """A map padded to `size` at the bottom and right, with a vector or with zeros."""
+    """Pads a map to `size` at the bottom and right, with a vector or with zeros."""
     height, width = qkv.shape[1:3]
     padded = jnp.pad(qkv, ((0, 0), (0, size[0] - height), (0, size[1] - width), (0, 0)))
     if filling is None or padded.shape == qkv.shape:
@@ -265,7 +265,7 @@ def _attend(qkv: Array, shared: tuple, *, attend: Callable, scale: float | None)
     rotation, layer_bias, transform = shared
     head_dim = qkv.shape[-1]
 
-    def attend_biased(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
+    def attend_with_bias(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
         biases = [x for x in (layer_bias, bias) if x is not None]
         total = sum(biases[1:], biases[0]) if biases else None
         # Channels that a transform appends do not change the scale.
@@ -273,7 +273,7 @@ def _attend(qkv: Array, shared: tuple, *, attend: Callable, scale: float | None)
         return attend(q, k, v, rotation=rotation, bias=total, scale=own_scale)
 
     q, k, v = jnp.moveaxis(qkv, -3, 0)
-    return attend_biased(q, k, v) if transform is None else transform(q, k, v, attend_biased)
+    return attend_with_bias(q, k, v) if transform is None else transform(q, k, v, attend_with_bias)
 
 
 def _dropping_attention(

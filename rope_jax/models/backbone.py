@@ -4,12 +4,12 @@ A backbone consists of parts: stages of equal blocks on one map, each with its o
 scheme. An isotropic model has one part, itself. Costs, analysis and weight conversion iterate over
 the parts and do not distinguish families.
 
-Parameters declare as metadata what training asks of them: `nnx.Param(value, decay=False)`, or
+Parameters declare their treatment in training as metadata: `nnx.Param(value, decay=False)`, or
 `blocks.declare(module, depth=0)` for all of a module.
 
-    decay      whether they take part in weight decay; matrices do, and vectors do not, by default
+    decay      whether weight decay applies; by default to matrices, and not to vectors
     depth      for layer-wise learning rates: n of the n-th block through all stages, which
-               `make_blocks` declares, and 0 below the first; none counts with the head
+               `make_blocks` declares, and 0 below the first; without it, that of the head
     last_norm  of the norm after the last block, whose rate may be that of the head or of the block
     layers     the first axis is that of layers, the first of which has the depth
 """
@@ -39,30 +39,30 @@ from rope_jax_kernels import Pattern
 def allow_any_mesh(method: Callable) -> Callable:
     """Lets a method of models run on meshes with Explicit axes, the default of `jax.make_mesh`.
 
-    There, the type of an array has its sharding, and every layer would have to say how its output
-    is sharded for parameters that are. Inside the method the axes are Auto instead: XLA decides.
+    There, the type of an array includes its sharding, and with sharded parameters every layer would
+    have to state the sharding of its output. Inside the method the axes are Auto: XLA decides.
 
     Args:
-        method: of images [B, h, w, 3], and what else it takes, to arrays [B, ...]. These are
-            sharded as the batch of images is.
+        method: from images [B, h, w, 3] and other arguments to arrays [B, ...]. These are sharded
+            like the batch of images.
     """
 
     @functools.wraps(method)
-    def call(model: nnx.Module, images: Array, *args: Any, **given: Any) -> Any:
+    def call(model: nnx.Module, images: Array, *args: Any, **kwargs: Any) -> Any:
         mesh = explicit_mesh(images)
         if mesh is None:
-            return method(model, images, *args, **given)
+            return method(model, images, *args, **kwargs)
 
         def training_norms(model: nnx.Module) -> list[BatchNorm]:
-            modules = nnx.iter_modules(model) if given.get("train") else ()
+            modules = nnx.iter_modules(model) if kwargs.get("train") else ()
             return [module for _, module in modules if isinstance(module, BatchNorm)]
 
         def run(state: nnx.State) -> tuple[Any, list[tuple[Array, Array]]]:
-            model, images, args, given = nnx.merge(graph, state)
-            out = method(model, images, *args, **given)
+            model, images, args, kwargs = nnx.merge(graph, state)
+            out = method(model, images, *args, **kwargs)
             return out, [(norm.mean[...], norm.variance[...]) for norm in training_norms(model)]
 
-        graph, state = nnx.split((model, images, args, given))
+        graph, state = nnx.split((model, images, args, kwargs))
         batch = NamedSharding(mesh, P(*jax.typeof(images).sharding.spec[:1]))
         out, statistics = jax.sharding.auto_axes(
             run, axes=mesh.explicit_axes, out_sharding=(batch, NamedSharding(mesh, P()))
@@ -82,7 +82,7 @@ class Backbone(nnx.Module):
         options: the family's `Options`.
         hierarchical: whether the parts are `stages` with successively halved maps, or the model
             itself.
-        task: what the model is for, a key of `rope_jax.tasks.TASKS`.
+        task: the model's task, a key of `rope_jax.tasks.TASKS`.
         padded: whether calls take the `extent` of images that are padded.
         own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
             instead of those after blocks.
@@ -190,20 +190,20 @@ class Backbone(nnx.Module):
             "each module"
         )
 
-    # Flax sets this first. Later it would fail without removing what it puts around all methods.
+    # Flax sets this first. Failing later, it would leave its wrappers around all methods.
     _nnx_tabulate_id = property(fset=_refuse_table)
 
     def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
-        """Creates what a family has beyond its base, as the last step of the constructor.
+        """Creates the modules of a family beyond its base, as the last step of the constructor.
 
         Args:
             rngs: for the initial weights.
-            dtypes: of activations and parameters, see `layers.dtypes_of`.
+            dtypes: of activations and parameters, see `layers.layer_dtypes`.
         """
 
     @property
     def norms_tokens(self) -> bool:
-        """Whether the classifier applies the last layer norm to the tokens of the last block."""
+        """True if the classifier applies the last layer norm to the tokens of the last block."""
         return True
 
     def maps(
@@ -247,14 +247,14 @@ class Backbone(nnx.Module):
         self.image_size = image_pair(image_size)
 
     def prepare(self, image_size: Grid) -> None:
-        """Sets what depends on the image size and has no parameters; part of `resize`.
+        """Sets attributes that depend on the image size and are no parameters; part of `resize`.
 
         Raises:
             ValueError: the model does not allow that size.
         """
 
     def check_size(self, image_size: Grid) -> None:
-        """Rejects images of a size that the model does not take, before any is computed with.
+        """Rejects images of a size that the model does not support, before any computation.
 
         Raises:
             ValueError: with what to change.
@@ -280,7 +280,7 @@ class Backbone(nnx.Module):
         """
         return None
 
-    def drawn(self) -> list[str]:
+    def random_parts(self) -> list[str]:
         """The random parts of a forward pass in training: options, and "position"."""
         options = self.options
         augments = any(part.position.augments for part in self.parts().values())
@@ -293,9 +293,9 @@ class Backbone(nnx.Module):
         Raises:
             ValueError: there is no key, and training needs one.
         """
-        if train and key is None and (drawn := self.drawn()):
+        if train and key is None and (parts := self.random_parts()):
             raise ValueError(
-                f"train=True needs a key for {', '.join(drawn)}: pass key=jax.random.key(...), or "
+                f"train=True needs a key for {', '.join(parts)}: pass key=jax.random.key(...), or "
                 "create the model without"
             )
         return [None] * count if not train or key is None else list(jax.random.split(key, count))

@@ -106,12 +106,12 @@ def declare_tables(position: Position, first: int, *, shared: int) -> Position:
     Args:
         position: positional scheme of a stage.
         first: depth of the stage's first block; tables of layers have that of their layers.
-        shared: depth of what all layers share.
+        shared: depth of parameters that all layers share.
     """
     for _, table in nnx.to_flat_state(nnx.state(position, nnx.Param)):
         declared = table.get_metadata()
-        of_layers = declared["layers"] or "layer" in declared
-        table.set_metadata(depth=first + declared.get("layer", 0) if of_layers else shared)
+        per_layer = declared["layers"] or "layer" in declared
+        table.set_metadata(depth=first + declared.get("layer", 0) if per_layer else shared)
     return position
 
 
@@ -167,7 +167,7 @@ def prepare_blocks(
     key: Array | None,
     extras: Sequence[tuple] | None = None,
 ) -> RunBlocks:
-    """Computes what the blocks of a part share, and returns a function that runs some of them.
+    """Computes the common inputs of a part's blocks, and returns a function that runs some of them.
 
     Args:
         part: of a backbone, with `blocks` from `make_blocks`, which are called as `Block` is, their
@@ -187,14 +187,14 @@ def prepare_blocks(
     }
     keys = None if key is None else jax.random.split(key, len(rates))
     if not isinstance(blocks, nnx.List):
-        return _scanned(part, grid, patterns, terms, keys)
+        return _prepare_scan(part, grid, patterns, terms, keys)
 
     def run(x: Array, layers: range) -> Array:
         for layer in layers:
-            own_terms = terms[type(patterns[layer])].layer(layer)
-            own_key = None if keys is None else keys[layer]
+            layer_terms = terms[type(patterns[layer])].layer(layer)
+            layer_key = None if keys is None else keys[layer]
             extra = () if extras is None else extras[layer]
-            arguments = (patterns[layer], own_terms, rates[layer], own_key)
+            arguments = (patterns[layer], layer_terms, rates[layer], layer_key)
             x = position.mix(blocks[layer](x, grid, *arguments, *extra), grid, layer)
         return x
 
@@ -202,17 +202,17 @@ def prepare_blocks(
 
 
 def run_blocks(
-    run: RunBlocks, x: Float[Array, "B L C"], wanted: Sequence[int]
+    run: RunBlocks, x: Float[Array, "B L C"], numbers: Sequence[int]
 ) -> Iterator[Float[Array, "B L C"]]:
-    """Yields the tokens after each of the wanted blocks, whose numbers ascend."""
+    """Yields the tokens after the blocks of these ascending numbers."""
     first = 0
-    for last in wanted:
+    for last in numbers:
         x = run(x, range(first, last + 1))
         first = last + 1
         yield x
 
 
-def _scanned(
+def _prepare_scan(
     part: nnx.Module,
     grid: Grid,
     patterns: Sequence[Pattern],
@@ -222,21 +222,21 @@ def _scanned(
     """`prepare_blocks` of stacked blocks; the scan is split wherever the scheme mixes tokens."""
     graph, state = nnx.split(part.blocks)
     position, depth = part.position, len(part.rates)
-    per_layer = [of_kind.per_layer() for of_kind in terms.values()]
+    per_layer = [kind_terms.per_layer() for kind_terms in terms.values()]
     inputs = (state, per_layer, jnp.asarray(part.rates, jnp.float32), keys)
 
     def run_layer(x: Array, inputs: Any, pattern: Pattern) -> Array:
         state, values, rate, key = inputs
-        own = dict(zip(terms, values, strict=True))[type(pattern)]
-        own_terms = terms[type(pattern)].with_layer(own)
-        return nnx.merge(graph, state)(x, grid, pattern, own_terms, rate, key)
+        slices = dict(zip(terms, values, strict=True))[type(pattern)]
+        layer_terms = terms[type(pattern)].with_layer(slices)
+        return nnx.merge(graph, state)(x, grid, pattern, layer_terms, rate, key)
 
     def run(x: Array, layers: range) -> Array:
         first = layers[0]
         for end in sorted({*position.mix_after(depth), layers[-1]} & {*layers}):
-            own = slice(first, end + 1)
+            span = slice(first, end + 1)
             x = _scan_layers(
-                run_layer, x, jax.tree.map(operator.itemgetter(own), inputs), patterns[own]
+                run_layer, x, jax.tree.map(operator.itemgetter(span), inputs), patterns[span]
             )
             x = position.mix(x, grid, end)
             first = end + 1
@@ -261,8 +261,8 @@ def _scan_layers(
 
     def run(x: Array, inputs: Any, layers: range) -> Array:
         for layer in layers:
-            own = jax.tree.map(operator.itemgetter(layer), inputs)
-            x = run_layer(x, own, patterns[layer])
+            layer_inputs = jax.tree.map(operator.itemgetter(layer), inputs)
+            x = run_layer(x, layer_inputs, patterns[layer])
         return x
 
     def run_round(x: Array, inputs: Any) -> tuple[Array, None]:

@@ -113,14 +113,14 @@ class CATOptions(ViTOptions):
         return self.pool or ("last" if self.operator == "released" else default)
 
     @property
-    def imprint_shares(self) -> list[float]:
-        """The share of the imprint in each layer; empty without an imprint."""
+    def imprint_fractions(self) -> list[float]:
+        """The fraction of the imprint in each layer; empty without an imprint."""
         if self.imprint == "none":
             return []
         if self.imprint == "paper":
             return [1.0] * self.depth
-        shares = [math.tanh(math.pi * (layer / self.depth)) for layer in range(self.depth)]
-        return shares if self.imprint == "backwards_tanh" else [1 - share for share in shares]
+        fractions = [math.tanh(math.pi * (layer / self.depth)) for layer in range(self.depth)]
+        return fractions if self.imprint == "backwards_tanh" else [1 - x for x in fractions]
 
 
 class HeadNorm(nnx.Module):
@@ -212,7 +212,7 @@ class CrossAxisAttention(nnx.Module):
             x: normalised tokens of a map in reading order, L = H*W.
             grid: (H, W).
             terms: position terms of this layer, see `Terms.layer`; without a bias.
-            imprint: this layer's share of the patch embedding [B, L, C], or None.
+            imprint: this layer's fraction of the patch embedding [B, L, C], or None.
         """
         if terms.bias is not None:
             raise ValueError(_NO_BIAS)
@@ -322,7 +322,7 @@ class CAT(ViT):
         if options.imprint_token:
             token = self.imprint_token[0, 0].astype(patches.dtype)
             patches = patches.at[:, _PLACES[options.reads]].set(token)
-        imprints = [patches * share for share in options.imprint_shares]
+        imprints = [patches * fraction for fraction in options.imprint_fractions]
         return [(imprint,) for imprint in imprints or [None] * options.depth]
 
     def pool(self, x: Float[Array, "B L C"]) -> Float[Array, "B C"]:

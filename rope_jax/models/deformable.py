@@ -21,16 +21,16 @@ from rope_jax.models.registry import check_divisible
 from rope_jax.positions.grids import Grid
 
 
-def corners_of(
+def find_corners(
     locations: Float[Array, "B Q N levels P 2"],
     weights: Float[Array, "B Q N levels P"],
     sizes: Sequence[Grid],
 ) -> tuple[Int[Array, "B Q N K"], Float[Array, "B Q N K"]]:
-    """Tokens that are read, K = 4 x levels x P of them, and their weights.
+    """Finds the tokens to read, K = 4 x levels x P of them, and their weights.
 
     Args:
-        locations: x and y; 0 to 1 from the left or upper border of a map to the other one. What is
-            outside of the map is 0.
+        locations: x and y; 0 to 1 from the left or upper border of a map to the other one. Values
+            outside of the map are 0.
         weights: of the points.
         sizes: (rows, columns) of each map.
 
@@ -39,23 +39,23 @@ def corners_of(
     """
     grids = np.array(sizes)
     starts = np.cumsum([0, *grids.prod(axis=1)[:-1]])
-    # Per level, beside the axes of heads and points.
+    # Per level, between the axes of heads and points.
     rows, columns, starts = (x[:, None].astype(np.int32) for x in (*grids.T, starts))
     x = locations[..., 0] * columns - 0.5
     y = locations[..., 1] * rows - 0.5
     left, top = jnp.floor(x), jnp.floor(y)
-    indices, shares = [], []
+    indices, corner_weights = [], []
     for down in (0, 1):
         for right in (0, 1):
             column = left.astype(jnp.int32) + right
             row = top.astype(jnp.int32) + down
             inside = (column >= 0) & (column < columns) & (row >= 0) & (row < rows)
-            share = jnp.abs(1 - right - (x - left)) * jnp.abs(1 - down - (y - top))
-            shares.append(jnp.where(inside, share * weights, 0))
+            fraction = jnp.abs(1 - right - (x - left)) * jnp.abs(1 - down - (y - top))
+            corner_weights.append(jnp.where(inside, fraction * weights, 0))
             row, column = jnp.clip(row, 0, rows - 1), jnp.clip(column, 0, columns - 1)
             indices.append(starts + row * columns + column)
     flat = (*locations.shape[:3], -1)
-    return jnp.stack(indices, -1).reshape(flat), jnp.stack(shares, -1).reshape(flat)
+    return jnp.stack(indices, -1).reshape(flat), jnp.stack(corner_weights, -1).reshape(flat)
 
 
 @jax.checkpoint
@@ -156,5 +156,5 @@ class DeformableAttention(nnx.Module):
         else:
             scale = centres[..., 2:] / (2 * points)
         locations = centres[..., :2] + offsets * scale
-        out = gather_sum(values, *corners_of(locations, weights, sizes))
+        out = gather_sum(values, *find_corners(locations, weights, sizes))
         return self.out(out.reshape(batch, queries, -1))

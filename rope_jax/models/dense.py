@@ -1,4 +1,4 @@
-"""Dense prediction: a backbone, a neck that makes the maps a head takes, and the head."""
+"""Dense prediction: a backbone, a neck that makes the head's input maps, and the head."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from rope_jax.models.backbone import Backbone, allow_any_mesh
 from rope_jax.models.description import Description
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import layer_dtypes
 from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.models.registry import Options, check_blocks, create_backbone, find_model
@@ -32,9 +32,9 @@ class DenseModel(Backbone):
         backbone: without a classifier.
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
-        blocks: whose maps are taken; None for the last of every stage.
-        map_norm: which of the maps of blocks the last norm normalises: `norm` of `features`.
-        stages: which maps of stages are taken, from 0; None for all.
+        blocks: blocks whose maps are used; None for the last of every stage.
+        map_norm: the maps of blocks that the last norm normalises: `norm` of `features`.
+        stages: stages whose maps are used, from 0; None for all.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         self.grids(images.shape[1:3])
-        how = {"blocks": self.blocks, "norm": self.map_norm}
-        maps = self.backbone.features(images, **how, train=train, key=key)
+        selection = {"blocks": self.blocks, "norm": self.map_norm}
+        maps = self.backbone.features(images, **selection, train=train, key=key)
         maps = maps if self.stages is None else [maps[stage] for stage in self.stages]
         return maps if self.neck is None else self.neck(maps, train)
 
@@ -73,13 +73,13 @@ class DenseModel(Backbone):
         extent: Int[Array, "B 2"] | None = None,
         train: bool = False,
         key: Array | None = None,
-        **given: Any,
+        **extra: Any,
     ) -> Any:
         """The head's predictions, the input of the task's loss.
 
         Args:
             images, extent, train, key: as in `__call__`.
-            given: what else the head takes, see its own arguments.
+            extra: other arguments of the head.
         """
         if explicit_mesh(images) is not None:
             raise ValueError(
@@ -90,9 +90,9 @@ class DenseModel(Backbone):
             )
         keys = self.training_keys(train, key, 2)
         if extent is not None:
-            given |= {"extent": extent, "image_size": images.shape[1:3]}
+            extra |= {"extent": extent, "image_size": images.shape[1:3]}
         maps = self.head_maps(images, train=train, key=keys[0])
-        return self.head(maps, train=train, key=keys[1], **given)
+        return self.head(maps, train=train, key=keys[1], **extra)
 
     @allow_any_mesh
     def __call__(
@@ -118,9 +118,10 @@ class DenseModel(Backbone):
         predictions = self.predict(images, extent=extent, train=train, key=key)
         return self.head.result(predictions, images.shape[1:3])
 
-    def drawn(self) -> list[str]:
+    def random_parts(self) -> list[str]:
         options = self.head.options
-        return [*super().drawn(), *(name for name in options.draws if getattr(options, name) > 0)]
+        draws = [name for name in options.draws if getattr(options, name) > 0]
+        return [*super().random_parts(), *draws]
 
     def parts(self) -> dict[str, nnx.Module]:
         return {f"backbone.{name}": part for name, part in self.backbone.parts().items()}
@@ -187,21 +188,21 @@ def third_blocks(depth: int) -> tuple[int, ...]:
 
     Source: BEiT's segmentation, and Heo et al.; other depths in the same proportions.
     """
-    return tuple(max(place, depth * share // 6 - 1) for place, share in enumerate((2, 3, 4, 6)))
+    return tuple(max(place, depth * sixths // 6 - 1) for place, sixths in enumerate((2, 3, 4, 6)))
 
 
-def create_dense(wanted: Description, *, seed: int, dtype: Any) -> DenseModel:
-    """A backbone with a head, with initial weights."""
-    call = head_call(wanted.head)
+def create_dense(description: Description, *, seed: int, dtype: Any) -> DenseModel:
+    """Creates a backbone with a head, with initial weights."""
+    call = head_call(description.head)
     entry = find_head(call.name)
     family = entry.family
-    if not wanted.num_classes:
+    if not description.num_classes:
         raise ValueError(
             f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )
-    norm, last_norm = _norms(call.name, wanted)
-    options = {**wanted.options, "last_norm": last_norm}
-    classless = dataclasses.replace(wanted, num_classes=0, options=options)
+    norm, last_norm = _norms(call.name, description)
+    options = {**description.options, "last_norm": last_norm}
+    classless = dataclasses.replace(description, num_classes=0, options=options)
     backbone = create_backbone(classless, seed=seed, dtype=dtype)
     if problem := _problem(family, backbone):
         serving = [
@@ -210,38 +211,41 @@ def create_dense(wanted: Description, *, seed: int, dtype: Any) -> DenseModel:
             if other.family.task == family.task and not _problem(other.family, backbone)
         ]
         raise ValueError(
-            f"the head {call.name!r} takes {problem} of {wanted.name}: use "
+            f"the head {call.name!r} takes {problem} of {description.name}: use "
             f"{' or '.join(serving)}, or another model"
         )
-    rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(dtype))
+    rngs, dtypes = nnx.Rngs(seed + 1), layer_dtypes(jnp.dtype(dtype))
     options = entry.options.override(f"the head {call.name!r}", dict(call.options))
-    taken = _taken(family, options, backbone, wanted.blocks, rngs=rngs, dtypes=dtypes)
-    made = create_head(
+    head_input = _find_input(
+        family, options, backbone, description.blocks, rngs=rngs, dtypes=dtypes
+    )
+    head = create_head(
         call.name,
-        channels=taken.channels,
-        num_classes=wanted.num_classes,
+        channels=head_input.channels,
+        num_classes=description.num_classes,
         dtype=dtypes["dtype"],
         rngs=rngs,
         overrides=dict(call.options),
     )
     # Maps of every stage have norms of their own, of the neck or the backbone.
-    norm = False if taken.blocks is None else norm
-    model = DenseModel(backbone, taken.neck, made, taken.blocks, norm, taken.stages)
-    model.name, model.notation, model.image_size = wanted.name, wanted.position, wanted.image_size
-    model.head_notation, model.trained_size = wanted.head, wanted.trained_size
+    norm = False if head_input.blocks is None else norm
+    model = DenseModel(backbone, head_input.neck, head, head_input.blocks, norm, head_input.stages)
+    model.name, model.notation = description.name, description.position
+    model.head_notation, model.image_size = description.head, description.image_size
+    model.trained_size = description.trained_size
     return model
 
 
-def _norms(head: str, wanted: Description) -> tuple[bool | None, bool]:
-    """Which maps of blocks are normalised, as `norm` of `Backbone.features`, and `last_norm`.
+def _norms(head: str, description: Description) -> tuple[bool | None, bool]:
+    """The maps of blocks that are normalised, as `norm` of `Backbone.features`, and `last_norm`.
 
     With last_norm=True a head of maps that are not normalised takes the last one normalised
     (mmsegmentation's "ln" models).
     """
-    normalised, entry = find_head(head).family.normalised, find_model(wanted.name)
+    normalised, entry = find_head(head).family.normalised, find_model(description.name)
     if "last_norm" in entry.options.fixed:  # it takes no part where maps are not normalised
-        return normalised, wanted.options.get("last_norm", True)
-    last_norm = wanted.options.get("last_norm", normalised)
+        return normalised, description.options.get("last_norm", True)
+    last_norm = description.options.get("last_norm", normalised)
     if normalised and not last_norm:
         raise ValueError(
             f"last_norm=False cannot be combined with the head {head!r}, which needs normalised "
@@ -251,8 +255,8 @@ def _norms(head: str, wanted: Description) -> tuple[bool | None, bool]:
         return normalised, last_norm
     if entry.family.hierarchical or entry.family.own_maps:
         raise ValueError(
-            f"last_norm=True cannot be combined with the head {head!r} on {wanted.name}, whose "
-            "maps have norms of their own: leave it out"
+            f"last_norm=True cannot be combined with the head {head!r} on {description.name}, "
+            "whose maps have norms of their own: leave it out"
         )
     return None, True
 
@@ -269,8 +273,8 @@ def _problem(head: type[Head], backbone: Backbone) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Taken:
-    """The neck between backbone and head, the channels of the head's maps, and which these are.
+class _HeadInput:
+    """The neck between backbone and head, the channels of the head's maps, and their sources.
 
     `blocks` and `stages` are those of `DenseModel`.
     """
@@ -281,7 +285,7 @@ class _Taken:
     stages: tuple[int, ...] | None = None
 
 
-def _taken(
+def _find_input(
     head: type[Head],
     options: Options,
     backbone: Backbone,
@@ -289,8 +293,8 @@ def _taken(
     *,
     rngs: nnx.Rngs,
     dtypes: dict,
-) -> _Taken:
-    """The input that a head with these options takes from a backbone."""
+) -> _HeadInput:
+    """Finds the input of a head with these options in the maps of a backbone."""
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
     offers = "maps" if backbone.own_maps else "stages" if len(stages) > 1 else "blocks"
@@ -308,29 +312,35 @@ def _taken(
             f"neck={kind} is of isotropic models: the maps of {backbone.name} have the sizes that "
             "the head takes; leave it out"
         )
-    made = {"rngs": rngs, "dtypes": dtypes}
+    settings = {"rngs": rngs, "dtypes": dtypes}
     if offers == "blocks" or needs == "map":
         blocks = _blocks(backbone.name, depth, blocks, single=needs != "maps")
     match offers, needs:
         case _, "map":
-            return _Taken(None, widths[-1:], blocks)
+            return _HeadInput(None, widths[-1:], blocks)
         case "blocks", "maps":
             make = NECKS[kind]
-            return _Taken(make and make(widths[0], **made), widths * len(head.strides), blocks)
+            return _HeadInput(
+                make and make(widths[0], **settings), widths * len(head.strides), blocks
+            )
         case "blocks", "pyramid":
             pyramid = {"outputs": options.width, "scales": head.scales, "dtype": dtypes["dtype"]}
             neck = FeaturePyramid(widths[0], **pyramid, rngs=rngs)
-            return _Taken(neck, [options.width] * len(head.strides), blocks)
+            return _HeadInput(neck, [options.width] * len(head.strides), blocks)
     chosen = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
-    own = [(widths * len(_STRIDES))[stage] for stage in chosen]
-    norms = None if offers == "maps" else StageNorms(own, backbone.options.norm_epsilon, **made)
-    return _Taken(norms, own, stages=chosen)
+    channels = [(widths * len(_STRIDES))[stage] for stage in chosen]
+    norms = (
+        None
+        if offers == "maps"
+        else StageNorms(channels, backbone.options.norm_epsilon, **settings)
+    )
+    return _HeadInput(norms, channels, stages=chosen)
 
 
 def _blocks(
     name: str, depth: int, blocks: Sequence[int] | None, *, single: bool
 ) -> tuple[int, ...]:
-    """The given blocks whose maps are taken, a `single` one or four, or those by default."""
+    """Checks the blocks whose maps are used, a `single` one or four, or returns the default."""
     count = 1 if single else len(_STRIDES)
     if depth < count:
         raise ValueError(

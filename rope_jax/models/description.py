@@ -16,8 +16,8 @@ class Preprocessing:
     """A source's preprocessing of images for evaluation.
 
     With the preprocessing of another source, weights lose up to half a per cent of accuracy. The
-    image is resized so that its short side is `resized(size)` pixels, cropped to size x size at the
-    centre, scaled to 0..1, and normalised: (image - mean) / std.
+    image is resized so that its short side is `short_side(size)` pixels, cropped to size x size at
+    the centre, scaled to 0..1, and normalised: (image - mean) / std.
 
     >>> Preprocessing(crop=0.9).crop_notation
     'centre(crop=0.9,interpolation=bicubic)'
@@ -38,10 +38,10 @@ class Preprocessing:
         """The crop as written for `rope_jax.data.load`."""
         return f"centre(crop={self.crop},interpolation={self.interpolation})"
 
-    def resized(self, size: int) -> int:
+    def short_side(self, size: int) -> int:
         """The short side in pixels before the crop to `size`, rounded down as by timm and DeiT.
 
-        >>> Preprocessing(crop=0.9).resized(224)
+        >>> Preprocessing(crop=0.9).short_side(224)
         248
 
         Args:
@@ -52,7 +52,7 @@ class Preprocessing:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The arguments of `create_model` that create a model again, and what goes with its weights.
+    """The arguments of `create_model` that create a model again, and metadata of its weights.
 
     Attributes:
         name: of the model.
@@ -64,7 +64,7 @@ class Description:
         class_names: of the logits, where known.
         plugins: modules that it may need (`rope_jax.names.plugins`).
         head: text of its head of dense prediction; None for a classifier.
-        blocks: whose maps that head takes; None for the last of every stage.
+        blocks: blocks whose maps that head takes; None for the last of every stage.
         trained_size: (height, width) in pixels from which its rotations extend.
     """
 
@@ -85,7 +85,7 @@ class Description:
             object.__setattr__(self, "trained_size", self.image_size)
 
     @classmethod
-    def of(cls, model: nnx.Module) -> "Description | None":
+    def from_model(cls, model: nnx.Module) -> "Description | None":
         """The description of a model; None for one that `create_model` did not create."""
         if model.name is None:
             return None
@@ -108,15 +108,15 @@ class Description:
     def from_entries(cls, entries: Mapping[str, Any]) -> "Description":
         """The description stored as JSON; KeyError, TypeError or ValueError for anything else."""
         height, width = map(int, entries["image_size"])
-        how, names = entries["preprocessing"], entries["class_names"]
+        preprocessing, names = entries["preprocessing"], entries["class_names"]
         head, blocks = entries.get("head"), entries.get("blocks")  # older files have none
         trained = entries.get("trained_size")
-        if how is not None:
-            how = Preprocessing(
-                tuple(map(float, how["mean"])),
-                tuple(map(float, how["std"])),
-                float(how["crop"]),
-                str(how["interpolation"]),
+        if preprocessing is not None:
+            preprocessing = Preprocessing(
+                tuple(map(float, preprocessing["mean"])),
+                tuple(map(float, preprocessing["std"])),
+                float(preprocessing["crop"]),
+                str(preprocessing["interpolation"]),
             )
         return cls(
             str(entries["name"]),
@@ -124,7 +124,7 @@ class Description:
             int(entries["num_classes"]),
             (height, width),
             {name: _as_option(value) for name, value in dict(entries["options"]).items()},
-            how,
+            preprocessing,
             None if names is None else tuple(map(str, names)),
             tuple(map(str, entries["plugins"])),
             None if head is None else str(head),

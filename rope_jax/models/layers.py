@@ -216,12 +216,12 @@ class BatchNorm(nnx.Module):
                 )
             axes = tuple(range(x.ndim - 1))
             mean, variance = wide.mean(axes), wide.var(axes)
-            self.mean = self._updated(self.mean, mean)
-            self.variance = self._updated(self.variance, variance * (count / (count - 1)))
+            self.mean = self._update(self.mean, mean)
+            self.variance = self._update(self.variance, variance * (count / (count - 1)))
         scale = self.scale[...] * jax.lax.rsqrt(variance + self.epsilon)
         return ((wide - mean) * scale + self.bias[...]).astype(x.dtype)
 
-    def _updated(self, running: nnx.BatchStat, value: Array) -> nnx.BatchStat:
+    def _update(self, running: nnx.BatchStat, value: Array) -> nnx.BatchStat:
         # A new variable: the old one may belong to a state outside of the trace.
         return running.replace((1 - self.momentum) * running[...] + self.momentum * value)
 
@@ -405,8 +405,8 @@ class PatchEmbed(nnx.Module):
         return x if self.norm is None else self.norm(x)
 
 
-def dtypes_of(dtype: np.dtype) -> dict[str, np.dtype]:
-    """Compute and parameter dtypes as keyword arguments of flax layers.
+def layer_dtypes(dtype: np.dtype) -> dict[str, np.dtype]:
+    """Dtypes of activations and parameters, as keyword arguments of flax layers.
 
     Parameters are float64 for float64 activations and float32 for all others.
     """

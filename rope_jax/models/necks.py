@@ -66,7 +66,7 @@ class MultiLevel(nnx.Module):
         self, maps: Sequence[Float[Array, "B _H _W C"]], train: bool
     ) -> list[Float[Array, "B _h _w C"]]:
         outputs = []
-        for scale, x, lateral, own in zip(
+        for scale, x, lateral, smooth in zip(
             self.scales, maps, self.laterals, self.convs, strict=True
         ):
             x = lateral(x)
@@ -74,7 +74,7 @@ class MultiLevel(nnx.Module):
                 x = nnx.avg_pool(x, (2, 2), (2, 2))
             else:
                 x = resize_maps(x, tuple(scale * side for side in x.shape[1:3]))
-            outputs.append(own(x))
+            outputs.append(smooth(x))
         return outputs
 
 

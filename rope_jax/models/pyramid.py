@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.backbone import Backbone, allow_any_mesh
-from rope_jax.models.layers import Deconv, conv, dtypes_of, layer_norm
+from rope_jax.models.layers import Deconv, conv, layer_dtypes, layer_norm
 
 _EPSILON = 1e-6  # of the layer norms, over channels
 _SCALES = (4.0, 2.0, 1.0, 0.5)
@@ -69,7 +69,7 @@ class FeaturePyramid(nnx.Module):
     Args:
         inputs: channels of the map.
         outputs: channels of the maps of the pyramid.
-        scales: of the maps, relative to the given one, largest first: powers of 2 from 1/2; DINO
+        scales: of the maps, relative to the input map, largest first: powers of 2 from 1/2; DINO
             has (2, 1, .5).
         dtype: of activations, as in `create_model`.
         rngs: for the initial weights.
@@ -78,7 +78,7 @@ class FeaturePyramid(nnx.Module):
         least: side in tokens of the smallest maps, which are halved.
 
     Raises:
-        ValueError: scales that there are no maps of.
+        ValueError: scales for which no maps can be made.
     """
 
     least: ClassVar[int] = 2
@@ -98,7 +98,7 @@ class FeaturePyramid(nnx.Module):
                 f"scales={tuple(scales)} must be powers of 2 in descending order, from 0.5 to one "
                 f"that divides the map's {inputs} channels"
             )
-        dtypes = dtypes_of(jnp.dtype(dtype))
+        dtypes = layer_dtypes(jnp.dtype(dtype))
         self.levels = nnx.List(
             PyramidLevel(inputs, outputs, scale, rngs=rngs, dtypes=dtypes) for scale in scales
         )
@@ -131,14 +131,14 @@ class PyramidBackbone(nnx.Module):
     >>> [x.shape[1:3] for x in model.features(jnp.zeros((1, 96, 160, 3)))]
     [(24, 40), (12, 20), (6, 10), (3, 5), (2, 3)]
 
-    In a model with a head, `create_model` does the same. `save_pretrained` writes what is put
-    together here, and `load_pretrained` reads it into another one.
+    In a model with a head, `create_model` does the same. `save_pretrained` writes such a combined
+    model, and `load_pretrained` reads it into another one.
 
     Attributes:
         backbone: a model of one part, with num_classes=0 and last_norm=False.
         neck: its pyramid.
         options: of the backbone.
-        name: None, as `create_model` has none for it.
+        name: None, because `create_model` does not create it.
     """
 
     num_classes = 0

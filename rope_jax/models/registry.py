@@ -52,16 +52,16 @@ class Options:
         Raises:
             ValueError: an unknown field, or a value that is not of the field's type or range.
         """
-        known = options_of(type(self))
+        fields = options_of(type(self))
         for name in overrides:
-            if name not in known:
-                hint = _ELSEWHERE.get(name) or closest(name, [*known, *_ARGUMENTS])
+            if name not in fields:
+                hint = _ELSEWHERE.get(name) or closest(name, [*fields, *_ARGUMENTS])
                 raise ValueError(f"{model} has no option {name!r}; {hint}")
-        return dataclasses.replace(self, **convert_options(model, overrides, known))
+        return dataclasses.replace(self, **convert_options(model, overrides, fields))
 
 
 def check_divisible(owner: str, width: int, divisors: Mapping[str, int]) -> None:
-    """Raises ValueError unless each of `divisors`, by what they are, divides `owner`'s width."""
+    """Raises ValueError unless each of `divisors`, by their names, divides `owner`'s width."""
     for name, divisor in divisors.items():
         if width % divisor:
             raise ValueError(
@@ -77,7 +77,7 @@ def check_blocks(name: str, blocks: Sequence[int], depth: int, count: int | None
         name: of the argument.
         blocks: its value.
         depth: number of the model's blocks.
-        count: how many numbers there must be; None for any.
+        count: required number of blocks; None for any.
     """
     ascending = sorted({*blocks}) == [*blocks] and {*blocks} <= {*range(depth)}
     if not ascending or count not in (None, len(blocks)):
@@ -108,14 +108,14 @@ def name_here(name: str) -> str | None:
     "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
     """
     pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
-    found = re.fullmatch(pattern, name.replace("-", "_"))
-    if found is None:
+    match = re.fullmatch(pattern, name.replace("-", "_"))
+    if match is None:
         return None
-    family, size, patch, rest = found.groups(default="")
-    dino = re.match(r"(reg4_)?(dinov[23])", rest)
-    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
+    family, size, patch, suffix = match.groups(default="")
+    dino = re.match(r"(reg4_)?(dinov[23])", suffix)
+    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", suffix)
     family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
-    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
+    if family == "deit" and re.match(r"[a-z]", suffix):  # CLIP's ViT, for example, is not here
         return None
     form, also = "_reg" if dino and dino[1] else "", ""
     if rotary:
@@ -185,7 +185,7 @@ def register(
         **changes: fields of the model's options that differ from `options`.
 
     Raises:
-        ValueError: there is a model of this name, or it is no identifier.
+        ValueError: a model of this name exists, or the name is not an identifier.
     """
     options = dataclasses.replace(options, **changes)
     MODELS.register(name, Entry(family, options, position, num_classes, image_size))
@@ -219,7 +219,7 @@ def find_model(name: str) -> Entry:
 def describe(
     name: str,
     described: Description | None,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     overrides: Mapping[str, Any],
 ) -> Description:
     """The complete arguments of `create_model`.
@@ -227,8 +227,8 @@ def describe(
     Args:
         name: of the model.
         described: the description of weights of that model, if they have one.
-        given: position, num_classes, image_size, head and blocks; None for what `described` has, or
-            the model's default.
+        arguments: position, num_classes, image_size, head and blocks; None for the value in
+            `described`, or the model's default.
         overrides: options of the model.
 
     Raises:
@@ -236,10 +236,10 @@ def describe(
     """
     entry = find_model(name)
     default = described or entry
-    asked = {key: value for key, value in given.items() if value is not None}
-    if described is not None and "head" not in asked:
-        asked = {"head": described.head, "blocks": described.blocks} | asked
-    head, blocks = asked.get("head"), asked.get("blocks")
+    requested = {key: value for key, value in arguments.items() if value is not None}
+    if described is not None and "head" not in requested:
+        requested = {"head": described.head, "blocks": described.blocks} | requested
+    head, blocks = requested.get("head"), requested.get("blocks")
     if head is None and blocks is not None:
         raise ValueError(f"blocks={tuple(blocks)} are those of a head: name it, or leave them out")
     classes, options = default.num_classes, {} if described is None else {**described.options}
@@ -247,11 +247,11 @@ def describe(
         classes = 0  # those of a classifier are not the head's
         options.pop("last_norm", None)
     scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
-    size = image_pair(asked.get("image_size", default.image_size))
+    size = image_pair(requested.get("image_size", default.image_size))
     return Description(
         name,
-        convert(asked.get("position", default.position), scheme, "position"),
-        convert(asked.get("num_classes", classes), CountOrZero, "num_classes"),
+        convert(requested.get("position", default.position), scheme, "position"),
+        convert(requested.get("num_classes", classes), CountOrZero, "num_classes"),
         size,
         {**options, **overrides},
         head=head,
@@ -260,35 +260,35 @@ def describe(
     )
 
 
-def create_backbone(wanted: Description, *, seed: int, dtype: Any) -> nnx.Module:
-    """A model with initial weights, without its head of dense prediction."""
-    entry, size = find_model(wanted.name), wanted.image_size
-    made = entry.options.override(wanted.name, wanted.options)
-    settings = {"num_classes": wanted.num_classes, "dtype": _compute_dtype(dtype)}
-    settings["position"] = wanted.position
+def create_backbone(description: Description, *, seed: int, dtype: Any) -> nnx.Module:
+    """Creates a model with initial weights, without its head of dense prediction."""
+    entry, size = find_model(description.name), description.image_size
+    options = entry.options.override(description.name, description.options)
+    settings = {"num_classes": description.num_classes, "dtype": _compute_dtype(dtype)}
+    settings["position"] = description.position
 
     def make(image_size: tuple[int, int]) -> nnx.Module:
-        return entry.family(made, **settings, image_size=image_size, rngs=nnx.Rngs(seed))
+        return entry.family(options, **settings, image_size=image_size, rngs=nnx.Rngs(seed))
 
     model = make(size)
-    model.name, model.notation, model.image_size = wanted.name, wanted.position, size
-    model.trained_size = wanted.trained_size
-    if model.trained_size != size:  # rotations extend from the map of training
-        there = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(model.trained_size))))
+    model.name, model.notation, model.image_size = description.name, description.position, size
+    model.trained_size = description.trained_size
+    if model.trained_size != size:  # rotations extend from the training grid
+        trained_modules = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(model.trained_size))))
         for path, module in nnx.iter_modules(model):
             if hasattr(module, "trained"):
-                module.trained = there[path].trained
+                module.trained = trained_modules[path].trained
     return model
 
 
 def _compute_dtype(dtype: Any) -> np.dtype:
     try:
-        found = jnp.dtype(dtype)
+        result = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found not in _DTYPES or found != jax.dtypes.canonicalize_dtype(found):
+        result = None
+    if result not in _DTYPES or result != jax.dtypes.canonicalize_dtype(result):
         raise ValueError(
-            f"dtype={found or dtype} is not available; use float32, bfloat16 or float16, or "
+            f"dtype={result or dtype} is not available; use float32, bfloat16 or float16, or "
             "float64 with jax_enable_x64"
         )
-    return found
+    return result

@@ -30,7 +30,7 @@ from rope_jax.models.layers import (
     Identity,
     PatchEmbed,
     check_images,
-    dtypes_of,
+    layer_dtypes,
     layer_norm,
     linear,
     make_head,
@@ -91,7 +91,7 @@ class HierarchyOptions(Options):
                 f"{name}={value} must be one number for each of the {stages or 4} stages"
             )
 
-    def of_stage(self, stage: int) -> ViTOptions:
+    def stage_options(self, stage: int) -> ViTOptions:
         """Options of a stage's blocks."""
         return ViTOptions(
             width=self.width << stage,
@@ -142,16 +142,16 @@ class HierarchyStage(nnx.Module):
         self,
         x: Float[Array, "B H W C"],
         patterns: list[Pattern],
-        wanted: Sequence[int],
+        numbers: Sequence[int],
         position_key: Array | None,
         key: Array | None,
     ) -> Iterator[Float[Array, "B H W C"]]:
-        """Yields the maps after the wanted blocks, before downsampling."""
+        """Yields the maps after the blocks of these numbers, before downsampling."""
         grid = x.shape[1:3]
         tokens = x.reshape(x.shape[0], -1, x.shape[3])
         tokens = self.position.embed(tokens, grid, position_key)
         run = prepare_blocks(self, grid, patterns, position_key=position_key, key=key)
-        for outputs in run_blocks(run, tokens, wanted):
+        for outputs in run_blocks(run, tokens, numbers):
             yield outputs.reshape(x.shape)
 
 
@@ -175,14 +175,14 @@ class Hierarchy(Backbone):
         dtype: np.dtype,
         rngs: nnx.Rngs,
     ):
-        dtypes = dtypes_of(dtype)
+        dtypes = layer_dtypes(dtype)
         self.options = options
         self.prepare(image_size)
         self.patch_embed = declare(self.stem(rngs=rngs, dtypes=dtypes), depth=0)
         rates = iter(drop_path_rates(options.drop_path, sum(options.depths)))
         stages, final, last = [], len(options.depths) - 1, 0
         for index, grid in enumerate(self.grids(image_size)):
-            block = options.of_stage(index)
+            block = options.stage_options(index)
             first, last = last + 1, last + block.depth
             stage = block.stage(grid, self.pattern(), dtypes["param_dtype"])
             scheme = create_position(position, stage, rngs=rngs)
@@ -196,8 +196,8 @@ class Hierarchy(Backbone):
                 declare(downsample, depth=last)
             make_block = functools.partial(Block, block, rngs=rngs, dtypes=dtypes)
             blocks = make_blocks(make_block, block.depth, scan=options.scan_layers, first=first)
-            own_rates = tuple(itertools.islice(rates, block.depth))
-            stages.append(HierarchyStage(scheme, own_rates, blocks, downsample))
+            stage_rates = tuple(itertools.islice(rates, block.depth))
+            stages.append(HierarchyStage(scheme, stage_rates, blocks, downsample))
         self.stages = nnx.List(stages)
         norm = functools.partial(
             layer_norm, block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes
@@ -246,11 +246,13 @@ class Hierarchy(Backbone):
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             end = first + self.options.depths[index]
             run = range(first, min(end, blocks[-1] + 1))
-            # The map of the last one may go on to the next stage.
-            wanted = [block for block in run if block in blocks or block == run[-1]]
-            own_keys = keys[2 * index : 2 * index + 2]
-            own = stage(x, self.patterns(index, grid), [n - first for n in wanted], *own_keys)
-            for block, x in zip(wanted, own, strict=True):
+            # The map of the last one may be the input of the next stage.
+            numbers = [block for block in run if block in blocks or block == run[-1]]
+            stage_keys = keys[2 * index : 2 * index + 2]
+            outputs = stage(
+                x, self.patterns(index, grid), [n - first for n in numbers], *stage_keys
+            )
+            for block, x in zip(numbers, outputs, strict=True):
                 if block in blocks:
                     yield x
             if blocks[-1] < end:
@@ -285,7 +287,7 @@ class SwinOptions(HierarchyOptions):
             width, at creation and in `resize`, so that every stage has whole windows (Heo et al.,
             section 3.3).
         window_padding: of maps that the windows do not divide: "mask" (padding takes no part), or
-            "tokens" or "qkv" as in official codes, see `attention.window_of`. Windows then keep
+            "tokens" or "qkv" as in official codes, see `attention.make_window`. Windows then keep
             their size and shift on every map, as in Swin's code of detection and segmentation
             ("tokens").
     """

@@ -142,10 +142,10 @@ class TokensToToken(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         performers = (self.attention1, self.attention2)
         x = images.astype(self.project.dtype)
-        for performer, split, own_key in zip(performers, _SPLITS[:2], keys, strict=True):
+        for performer, split, layer_key in zip(performers, _SPLITS[:2], keys, strict=True):
             x = soft_split(x, *split)
             tokens = x.reshape(x.shape[0], -1, x.shape[-1])
-            x = performer(tokens, own_key).reshape(*x.shape[:3], -1)
+            x = performer(tokens, layer_key).reshape(*x.shape[:3], -1)
         return self.project(soft_split(x, *_SPLITS[2]))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import WINDOW_PADDING, check_windows, window_of
+from rope_jax.models.attention import WINDOW_PADDING, check_windows, make_window
 from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
     Block,
@@ -29,7 +29,7 @@ from rope_jax.models.layers import (
     Identity,
     PatchEmbed,
     check_images,
-    dtypes_of,
+    layer_dtypes,
     layer_norm,
     make_head,
 )
@@ -85,7 +85,7 @@ class ViTOptions(Options):
         global_blocks: with windows, the blocks that attend to the whole map, from 0.
         window_padding: of maps that the windows do not divide: "mask" (padding takes no part), or
             as in official codes "tokens" (ViTDet) or "qkv" (ViT-Adapter), see
-            `attention.window_of`.
+            `attention.make_window`.
         window_box: what schemes with coordinates on a box fill with it in windows: the "map", whose
             spacing the tokens of a window keep, or their "own" window, whose angles are those of a
             map of that size. Integer coordinates are the same either way.
@@ -176,12 +176,12 @@ class ViT(Backbone):
         dtype: np.dtype,
         rngs: nnx.Rngs,
     ):
-        dtypes, width = dtypes_of(dtype), options.width
+        dtypes, width = layer_dtypes(dtype), options.width
         self.options = options
         self.pattern = {
             "global": Global(),
             "neighborhood": Neighborhood((options.kernel_size,) * 2),
-            "window": window_of(options.window_size, options.window_padding),
+            "window": make_window(options.window_size, options.window_padding),
         }[options.attention]
         self.patch_embed = declare(self.stem(rngs=rngs, dtypes=dtypes), depth=0)
         self.class_token = self.learned_tokens(int(options.class_token), rngs=rngs, dtypes=dtypes)
@@ -224,8 +224,8 @@ class ViT(Backbone):
         return [patch_grid(image_size, self.options.patch_size)]
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
-        far, depth = self.options.global_blocks, self.options.depth
-        return [Global() if block in far else self.pattern for block in range(depth)]
+        global_blocks, depth = self.options.global_blocks, self.options.depth
+        return [Global() if block in global_blocks else self.pattern for block in range(depth)]
 
     @allow_any_mesh
     def encode(

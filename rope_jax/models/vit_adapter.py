@@ -191,15 +191,15 @@ class ViTAdapter(ViT):
 
     def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
         options, width = self.options, self.options.width
-        made = {"rngs": rngs, "dtypes": dtypes}
-        self.prior = SpatialPrior(options.prior_width, width, **made)
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        self.prior = SpatialPrior(options.prior_width, width, **settings)
         levels = jax.random.normal(rngs.params(), (_LEVELS, width), dtypes["param_dtype"])
         self.levels = nnx.Param(levels)
         last = len(options.groups) - 1
         self.interactions = nnx.List(
-            Interaction(options, 3 if index == last else 1, **made) for index in range(last + 1)
+            Interaction(options, 3 if index == last else 1, **settings) for index in range(last + 1)
         )
-        self.up = Deconv(width, width, **made)
+        self.up = Deconv(width, width, **settings)
         _draw(self.up, 4 * width, rngs)
         self.map_norms = nnx.List(BatchNorm(width, dtypes=dtypes) for _ in range(_LEVELS + 1))
 
@@ -237,20 +237,20 @@ class ViTAdapter(ViT):
         x, run = self.start(images, train, keys[0])
         prefix, first, maps = x.shape[1] - grid[0] * grid[1], 0, []
         groups = zip(self.interactions, options.groups, keys[1:], strict=True)
-        for interaction, last, own_key in groups:
+        for interaction, last, group_key in groups:
             injected = interaction.injector(x[:, prefix:], grid, branch, sizes)
             x = run(jnp.concatenate([x[:, :prefix], injected], axis=1), range(first, last + 1))
             first, tokens = last + 1, x[:, prefix:]
             maps.append(tokens.reshape(-1, *grid, options.width))
             for index, extractor in enumerate(interaction.extractors):
-                drop_key = None if own_key is None else jax.random.fold_in(own_key, index)
+                drop_key = None if group_key is None else jax.random.fold_in(group_key, index)
                 branch = extractor(branch, sizes, tokens, grid, options.drop_path, drop_key)
         outputs = unflatten(branch, sizes)
         outputs = [finest + self.up(outputs[0]), *outputs]
         maps = maps if options.added == "groups" else maps[-1:] * len(outputs)
         return [
-            normed(x + resize_maps(own, x.shape[1:3]), train)
-            for normed, x, own in zip(self.map_norms, outputs, maps, strict=True)
+            normalize(x + resize_maps(vit_map, x.shape[1:3]), train)
+            for normalize, x, vit_map in zip(self.map_norms, outputs, maps, strict=True)
         ]
 
 

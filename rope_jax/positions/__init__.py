@@ -86,11 +86,11 @@ def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
         ValueError: an unknown scheme or option, malformed text, or a scheme that is not defined for
             the stage.
     """
-    # Every scheme consumes one draw, so that the rest of a model has the same weights with any.
-    made = _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
-    for _, table in nnx.to_flat_state(nnx.state(made, nnx.Param)):
+    # Every scheme consumes one draw, so that the other weights of a model do not depend on it.
+    position = _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
+    for _, table in nnx.to_flat_state(nnx.state(position, nnx.Param)):
         table.set_metadata(layers=table.get_metadata().get("layers", True))
-    return made
+    return position
 
 
 def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
@@ -101,19 +101,20 @@ def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
 def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     name = call.name
     cls = SCHEMES[name]
-    later = {} if cls.extension is None else options_of(type(cls.extension))
-    own = options_of(cls.__init__)  # which a scheme may have of the same names
-    options = convert_options(name, dict(call.options), own | later | own)
-    extending = {option: options.pop(option) for option in options.keys() - own.keys()}
+    extension_options = {} if cls.extension is None else options_of(type(cls.extension))
+    own_options = options_of(cls.__init__)  # they take precedence over the extension's
+    declared = own_options | extension_options | own_options
+    options = convert_options(name, dict(call.options), declared)
+    extended = {option: options.pop(option) for option in options.keys() - own_options.keys()}
     if len(call.inner) != cls.wraps:
         inside = f"one scheme inside, as in {name}(ape)"
         expected = inside if cls.wraps else "options only, as in name(option=value)"
         raise ValueError(f"{name}(...) takes {expected}, but {len(call.inner)} schemes are given")
     inner = [_create(calls, stage, rngs) for calls in call.inner]
     try:
-        made = cls(stage, *inner, rngs=rngs, **options)
-        if extending:
-            made.extend(**extending)
-        return made
+        position = cls(stage, *inner, rngs=rngs, **options)
+        if extended:
+            position.extend(**extended)
+        return position
     except ValueError as error:
         raise ValueError(f"position {name}: {error}") from None

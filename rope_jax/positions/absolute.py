@@ -210,9 +210,9 @@ class Cape(Absolute):
     def _waves(self, coords: Float[Array, "... 2"]) -> Float[Array, "... C"]:
         count = self.stage.channels // 2
         turn, rho = np.arange(count), 10 ** np.linspace(0, 1, count)
-        of_axis = {"x": np.cos(turn), "y": np.sin(turn)}
+        components = {"x": np.cos(turn), "y": np.sin(turn)}
         # Coordinates are (row, column).
-        directions = np.stack([of_axis[axis] for axis in reversed(self.axis_order)])
+        directions = np.stack([components[axis] for axis in reversed(self.axis_order)])
         waves = jnp.asarray(np.pi * rho * directions, coords.dtype)
         phase = jnp.einsum("...a,ac->...c", coords, waves, precision="highest")
         return jnp.concatenate([jnp.cos(phase), jnp.sin(phase)], axis=-1)
@@ -221,7 +221,7 @@ class Cape(Absolute):
         axes = np.meshgrid(*(np.linspace(-1, 1, n) for n in grid), indexing="ij")
         return jnp.asarray(np.stack(axes, axis=-1).reshape(-1, 2), self.stage.dtype)
 
-    def _augmented(
+    def _augment(
         self, coords: Float[Array, "L 2"], grid: Grid, batch: int, key: Array
     ) -> Float[Array, "B L 2"]:
         def draw(key: Array, count: int, axes: int, limit: float) -> Array:
@@ -240,7 +240,7 @@ class Cape(Absolute):
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
         coords, prefix = self._coords(grid), self.stage.embed_prefix
         if key is not None:
-            coords = self._augmented(coords, grid, tokens.shape[0], key)
+            coords = self._augment(coords, grid, tokens.shape[0], key)
         waves = self._waves(coords).astype(tokens.dtype)
         added = tokens[:, prefix:] * np.sqrt(self.stage.channels) + waves
         return jnp.concatenate([tokens[:, :prefix], added.astype(tokens.dtype)], axis=1)
@@ -249,7 +249,7 @@ class Cape(Absolute):
 def interleaved_waves(
     place: Float[np.ndarray, " L"], count: int, base: float
 ) -> Float[np.ndarray, "L C"]:
-    """sin, cos, sin, cos, ... of place * base**(-i / count), C = 2 * count."""
+    """Waves sin, cos, sin, cos, ... of place * base**(-i / count), C = 2 * count."""
     angles = place[:, None] * base ** -(np.arange(count) / count)
     return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(len(place), -1)
 

@@ -1,4 +1,4 @@
-"""Position from depthwise 3 x 3 convolutions and the zeros that they see around a map."""
+"""Position from depthwise 3 x 3 convolutions and the zero padding around a map."""
 
 import dataclasses
 from collections.abc import Callable

@@ -27,9 +27,9 @@ from rope_jax_kernels import Global, Neighborhood, Window
 class AxisBias:
     """A `Terms.transform` that adds products of queries with vectors of the offset to the logits.
 
-    The products become channels: q . r(y - y') is one of h products of the query, picked out by a
-    key whose row y' of h is one-hot. So attention of h + w more channels, by any implementation and
-    in any pattern, gives them, and no matrix of logits is needed.
+    The products become channels: q . r(y - y') is one of h products of the query, selected by a
+    key whose row y' of h is one-hot. So attention with h + w more channels, by any implementation
+    and in any pattern, includes them, and no matrix of logits is needed.
 
     Attributes:
         rows: [h, h, D], the vector of a query's row and a key's row in the map or window.
@@ -52,21 +52,21 @@ class AxisBias:
         products, one_hots = [], []
         for axis, vectors in enumerate((self.rows, self.columns)):
             places = np.arange(grid[axis]) % len(vectors)  # within the window
-            windows = -(-grid[axis] // len(vectors))  # the last may be a part of one
-            own = jnp.tile(vectors, (windows, 1, 1))[: grid[axis]].astype(q.dtype)
+            windows = -(-grid[axis] // len(vectors))  # the last may be incomplete
+            tiled = jnp.tile(vectors, (windows, 1, 1))[: grid[axis]].astype(q.dtype)
             form = ("byxnd,ykd->byxnk", "byxnd,xkd->byxnk")[axis]
-            products.append(jnp.einsum(form, maps, own).reshape(*queries.shape[:-1], -1))
+            products.append(jnp.einsum(form, maps, tiled).reshape(*queries.shape[:-1], -1))
             one_hot = np.expand_dims(np.eye(len(vectors))[places], 1 - axis)
             one_hots.append(np.broadcast_to(one_hot, (*grid, len(vectors))))
         # Logits are scaled, these terms are not.
-        of_queries = jnp.concatenate(products, axis=-1) * head_dim**0.5
-        of_keys = np.concatenate(one_hots, axis=-1).reshape(1, -1, 1, of_queries.shape[-1])
-        of_keys = jnp.broadcast_to(jnp.asarray(of_keys, k.dtype), of_queries.shape)
-        appended = (of_queries, of_keys, jnp.zeros_like(of_queries))
+        query_channels = jnp.concatenate(products, axis=-1) * head_dim**0.5
+        key_channels = np.concatenate(one_hots, axis=-1).reshape(1, -1, 1, query_channels.shape[-1])
+        key_channels = jnp.broadcast_to(jnp.asarray(key_channels, k.dtype), query_channels.shape)
+        appended = (query_channels, key_channels, jnp.zeros_like(query_channels))
         before = [(0, 0), (prefix, 0), (0, 0), (0, 0)]
         q, k, v = (
-            jnp.concatenate([x, jnp.pad(more, before)], axis=-1).reshape(*shape[:-1], -1)
-            for x, more in zip(flat, appended, strict=True)
+            jnp.concatenate([x, jnp.pad(extra, before)], axis=-1).reshape(*shape[:-1], -1)
+            for x, extra in zip(flat, appended, strict=True)
         )
         return attend(q, k, v)[..., :head_dim]
 
@@ -82,8 +82,8 @@ class Decomposed(Position):
     get nothing. The vectors are initially zero.
 
     Options:
-        side: rows and columns of the map that the tables of layers with global attention are of,
-            whatever the image size; 0 for the map of creation. ViTDet's are of 64 (1024 px).
+        side: rows and columns of the map that the tables of layers with global attention describe,
+            whatever the image size; 0 for the map of creation. ViTDet's is 64 (1024 px).
     """
 
     paper = "Li et al., arXiv 2112.01526, eq. 4"
@@ -109,7 +109,7 @@ class Decomposed(Position):
                 tables.append(nnx.Param(zeros, decay=False, layers=False, layer=layer))
 
     def _sides(self, layer: int) -> Grid:
-        """Rows and columns that the tables of a layer are of."""
+        """Rows and columns of the map or window that a layer's tables describe."""
         stage = self.stage
         if layer in (stage.global_layers or ()):
             stage = dataclasses.replace(stage, pattern=Global())
@@ -137,11 +137,11 @@ class Decomposed(Position):
         super().resize(grid)
         for layer in range(self.stage.depth):
             for tables, length in zip((self.rows, self.columns), self._sides(layer), strict=True):
-                tables[layer].set_value(_resampled(tables[layer][...], 2 * length - 1))
+                tables[layer].set_value(_resample(tables[layer][...], 2 * length - 1))
 
 
-def _resampled(table: Float[Array, "n D"], count: int) -> Float[Array, "m D"]:
-    """A table of offsets, resampled linearly to another number of them."""
+def _resample(table: Float[Array, "n D"], count: int) -> Float[Array, "m D"]:
+    """Resamples a table of offsets linearly to another number of them."""
     if len(table) == count:
         return table
     matrix = bilinear_matrix(len(table), count).astype(table.dtype)

@@ -14,7 +14,7 @@ by
 NTK-aware scaling replaces the base of a ladder base^(-i / M) of M frequencies by
 base s^(M / (M - 1)), so that the highest frequency stays and the lowest one is interpolated. Here
 i / (M - 1) is ln(high / w) / ln(high / low), over all heads of a layer: the same number for a
-ladder of that form, and one for any other frequencies, also learned ones. A single frequency is
+ladder of that form, and defined for any other frequencies, also learned ones. A single frequency is
 interpolated. In `yarn`, g is 0 for pairs that turn less than alpha times over the T patches, 1 for
 those that turn more than beta times, and linear in the number of turns between them (the authors'
 code is linear in i). A pair that both axes turn counts with the length of its vector of
@@ -56,11 +56,11 @@ class Extent(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, coords: Float[np.ndarray, "*map A"], region: tuple[int, ...]) -> "Extent":
-        """The extent of a region of a map with these coordinates.
+    def from_coords(cls, coords: Float[np.ndarray, "*map A"], region: tuple[int, ...]) -> "Extent":
+        """Measures a region of a map with these coordinates.
 
         >>> from rope_jax.positions.grids import centres
-        >>> sides, steps, tokens = Extent.of(centres((4, 8)), (4, 4))
+        >>> sides, steps, tokens = Extent.from_coords(centres((4, 8)), (4, 4))
         >>> sides.tolist(), steps.tolist(), tokens
         ([4, 4], [0.25, 0.25], 16)
 
@@ -75,9 +75,9 @@ class Extent(NamedTuple):
         coords = coords.reshape(*(1,) * (axes - len(grid)), *grid, axes)
         steps = np.zeros(axes)
         for axis in range(axes):
-            found = np.diff(coords[..., axis], axis=axis).ravel()
-            steps[axis] = found[0] if found.size else 0.0
-            if not np.allclose(found, steps[axis]):
+            differences = np.diff(coords[..., axis], axis=axis).ravel()
+            steps[axis] = differences[0] if differences.size else 0.0
+            if not np.allclose(differences, steps[axis]):
                 steps[axis] = np.nan
         return cls(np.array(sides), steps, math.prod(region))
 
@@ -105,7 +105,7 @@ class Extension:
             )
 
     def freqs(
-        self, freqs: Float[Array | np.ndarray, "*layers N A R"], trained: Extent, here: Extent
+        self, freqs: Float[Array | np.ndarray, "*layers N A R"], trained: Extent, current: Extent
     ) -> Float[Array | np.ndarray, "*layers N A R"]:
         """The frequencies for a map of another size; unchanged on the training grid.
 
@@ -118,23 +118,25 @@ class Extension:
 
         Args:
             freqs: radians per unit of coordinate.
-            trained: what a query saw in training. An axis of one patch has no step to keep, and is
+            trained: extent of a query in training. An axis of one patch has no step to keep, and is
                 left to the scheme.
-            here: what a query sees on this map.
+            current: extent of a query on this map.
 
         Raises:
             ValueError: coordinates are not evenly spaced, so that there is no step to keep.
         """
         if self.extend == "none":
             return freqs
-        if np.isnan([trained.steps, here.steps]).any():
+        if np.isnan([trained.steps, current.steps]).any():
             raise ValueError(
                 f"extend={self.extend} needs coordinates that are evenly spaced, and those of this "
                 "position are not: leave it out"
             )
-        fixed = (trained.steps == 0) | (here.steps == 0)
-        stretch = np.where(fixed, 1, here.sides / trained.sides)[:, None]
-        steps = np.divide(trained.steps, here.steps, out=np.ones(fixed.size), where=~fixed)[:, None]
+        fixed = (trained.steps == 0) | (current.steps == 0)
+        stretch = np.where(fixed, 1, current.sides / trained.sides)[:, None]
+        steps = np.divide(trained.steps, current.steps, out=np.ones(fixed.size), where=~fixed)[
+            :, None
+        ]
         if ((stretch == 1) & (steps == 1)).all():
             return freqs
         turned = freqs * abs(trained.steps)[:, None]
@@ -151,66 +153,67 @@ class Extension:
         turns = turned != 0
         lengths = xp.sqrt(xp.where(turns, xp.sum(turned**2, axis=-2, keepdims=True), 1))
         if self.extend == "yarn":
-            share = (sides * lengths / (2 * np.pi) - self.alpha) / (self.beta - self.alpha)
-            share = xp.clip(share, 0, 1)
-            return share + (1 - share) / stretch
-        logs, among = xp.log(lengths), {"axis": (-3, -1), "keepdims": True, "where": turns}
-        high = xp.max(logs, initial=-np.inf, **among)
-        low = xp.min(logs, initial=np.inf, **among)
+            fraction = (sides * lengths / (2 * np.pi) - self.alpha) / (self.beta - self.alpha)
+            fraction = xp.clip(fraction, 0, 1)
+            return fraction + (1 - fraction) / stretch
+        logs, over = xp.log(lengths), {"axis": (-3, -1), "keepdims": True, "where": turns}
+        high = xp.max(logs, initial=-np.inf, **over)
+        low = xp.min(logs, initial=np.inf, **over)
         ladder = high - low > _LADDER
         place = xp.where(ladder, (high - logs) / xp.where(ladder, high - low, 1), 1)
         return stretch**-place
 
-    def logit_scale(self, trained: Extent, here: Extent, prefix: int) -> float:
+    def logit_scale(self, trained: Extent, current: Extent, prefix: int) -> float:
         """Factor on the logits of attention; 1 on the training grid.
 
         With L tokens, `log_scale` is ln L / ln L_trained, at any size (Chiang and Cholak, arXiv
-        2202.12172). Otherwise that of YaRN, 1 / t with sqrt(1 / t) = 0.1 ln s + 1 (arXiv
+        2202.12172). Otherwise the factor is YaRN's, 1 / t with sqrt(1 / t) = 0.1 ln s + 1 (arXiv
         2309.00071, section 3.4), on larger maps only. There s is the ratio of the numbers of
-        patches, because temperature is about how many keys share a query's attention.
+        patches, because the temperature depends on the number of keys that share a query's
+        attention.
 
         Args:
-            trained, here: what a query saw in training, and sees on this map.
+            trained, current: extents of a query in training, and on this map.
             prefix: number of class and register tokens, which count in `log_scale`.
         """
         if self.log_scale:
-            before, now = (math.log(max(2, x.tokens + prefix)) for x in (trained, here))
+            before, now = (math.log(max(2, x.tokens + prefix)) for x in (trained, current))
             return now / before
         if self.extend != "yarn":
             return 1.0
-        return (0.1 * math.log(max(1.0, here.tokens / trained.tokens)) + 1) ** 2
+        return (0.1 * math.log(max(1.0, current.tokens / trained.tokens)) + 1) ** 2
 
 
 def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> list[nnx.Module]:
     """Sets the rule of all rotary schemes of a model; other options stay those of the scheme.
 
-    >>> import rope_jax
-    >>> model = rope_jax.create_model("vit_digits", position="rope2d(beta=8)", depth=1)
-    >>> (scheme,) = extend_rotations(model, "yarn(alpha=0.5)", log_scale=True)
-    >>> scheme.extension
-    Extension(extend='yarn', log_scale=True, alpha=0.5, beta=8.0)
+        >>> import rope_jax
+        >>> model = rope_jax.create_model("vit_digits", position="rope2d(beta=8)", depth=1)
+        >>> (scheme,) = extend_rotations(model, "yarn(alpha=0.5)", log_scale=True)
+        >>> scheme.extension
+        Extension(extend='yarn', log_scale=True, alpha=0.5, beta=8.0)
 
-    Args:
-        model: changed in place.
-        extend: one of `RULES`, with options if any: "ntk", "yarn(beta=8)"; None changes nothing.
-        log_scale: True, or False to leave it to the scheme.
+        Args:
+            model: changed in place.
+    extend: one of `RULES`, with any options: "ntk", "yarn(beta=8)"; None changes nothing.
+            log_scale: True, or False to leave it to the scheme.
 
-    Returns:
-        The schemes that were set.
+        Returns:
+            The schemes that were set.
 
-    Raises:
-        ValueError: the model has no rotary scheme, or the rule or its options are unknown.
+        Raises:
+            ValueError: the model has no rotary scheme, or the rule or its options are unknown.
     """
     if extend is None and not log_scale:
         return []
-    given: dict[str, Any] = {"log_scale": True} if log_scale else {}
+    options: dict[str, Any] = {"log_scale": True} if log_scale else {}
     if extend is not None:
         call, *more = parse(extend, "extend")
         if more or call.inner:
             raise ValueError(f"extend={extend} must be one rule, such as ntk or yarn(beta=8)")
-        options = options_of(Extension)
-        given["extend"] = convert(call.name, options.pop("extend"), "extend")
-        given |= convert_options(call.name, dict(call.options), options)
+        fields = options_of(Extension)
+        options["extend"] = convert(call.name, fields.pop("extend"), "extend")
+        options |= convert_options(call.name, dict(call.options), fields)
     schemes = [m for _, m in nnx.iter_modules(model) if getattr(m, "extension", None) is not None]
     if not schemes:
         rule = f"extend={extend}" if extend is not None else "log_scale"
@@ -219,5 +222,5 @@ def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> 
             "no rotation by coordinates times frequencies: leave it out"
         )
     for scheme in schemes:
-        scheme.extend(**given)
+        scheme.extend(**options)
     return schemes

@@ -1,7 +1,7 @@
 """Initializers: functions of key, shape and dtype, like flax's, that draw numbers with NumPy.
 
-Initial weights are the same on every device, and nothing needs to be compiled: jax.random compiles
-a program for each shape, which takes 15 seconds for a Swin.
+Initial weights are the same on every device, and nothing needs to be compiled: `jax.random`
+compiles a program for each shape, which takes 15 seconds for a Swin.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxtyping import Array
 Shape = tuple[int, ...]
 
 
-def _drawn(sample: Callable[[np.random.Generator, Shape], np.ndarray]) -> Callable:
+def _make_init(sample: Callable[[np.random.Generator, Shape], np.ndarray]) -> Callable:
     """Returns an initializer that draws with `sample(generator, shape)`."""
 
     def init(key: Array, shape: Shape, dtype: Any) -> Array:
@@ -32,7 +32,7 @@ def _drawn(sample: Callable[[np.random.Generator, Shape], np.ndarray]) -> Callab
 
 def normal_init(std: float) -> Callable:
     """A normal distribution around 0."""
-    return _drawn(lambda rng, shape: np.float32(std) * rng.standard_normal(shape, np.float32))
+    return _make_init(lambda rng, shape: np.float32(std) * rng.standard_normal(shape, np.float32))
 
 
 # torch's trunc_normal_(std=0.02) cuts at +-2, 100 standard deviations: a normal distribution.
@@ -50,12 +50,14 @@ def _orthogonal(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 
 
 # Orthonormal rows [M, C], M <= C, uniform over all directions.
-orthogonal_init = _drawn(_orthogonal)
+orthogonal_init = _make_init(_orthogonal)
 
 
 def uniform_init(limit: float) -> Callable:
     """A uniform distribution in +-limit."""
-    return _drawn(lambda rng, shape: np.float32(limit) * (2 * rng.random(shape, np.float32) - 1))
+    return _make_init(
+        lambda rng, shape: np.float32(limit) * (2 * rng.random(shape, np.float32) - 1)
+    )
 
 
 def fan_in_bias_init(fan_in: int) -> Callable:

@@ -40,7 +40,7 @@ def expm(matrices: Float[Array, "... b b"]) -> Float[Array, "... b b"]:
     Scaling and squaring of a Taylor series. `jax.scipy.linalg.expm` scales too little for float32:
     it is off by 0.004 at an angle of 30 radians. The gradient is the derivative at A' in the
     direction of the cotangent (Higham, Functions of Matrices, chapter 3), in forward mode, so that
-    no power is kept for it; `expm` itself has no forward-mode derivative.
+    no powers are stored; `expm` itself has no forward-mode derivative.
     """
     return _powers(matrices, _squarings(matrices))
 
@@ -52,10 +52,10 @@ def _expm_forward(matrices: Array) -> tuple[Array, Array]:
 def _expm_backward(matrices: Array, gradient: Array) -> tuple[Array]:
     squarings = _squarings(matrices)
 
-    def transposed_expm(transposed: Array) -> Array:
+    def evaluate(transposed: Array) -> Array:
         return _powers(transposed, squarings)
 
-    return jax.jvp(transposed_expm, (matrices.mT,), (gradient,))[1:]
+    return jax.jvp(evaluate, (matrices.mT,), (gradient,))[1:]
 
 
 expm.defvjp(_expm_forward, _expm_backward)
@@ -71,10 +71,10 @@ def _squarings(matrices: Array) -> Array:
 def _powers(matrices: Array, squarings: Array) -> Array:
     """exp(matrices / 2**squarings), squared that often."""
     small = matrices * jnp.ldexp(matrices.dtype.type(1), -squarings)
-    series = one = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+    series = identity = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
     orders = 20 if matrices.dtype == jnp.float64 else 11  # the next 1 / order! is below rounding
     for order in range(orders, 0, -1):
-        series = one + jnp.matmul(small, series, precision="highest") / order
+        series = identity + jnp.matmul(small, series, precision="highest") / order
 
     def square(_: Array, power: Array) -> Array:
         return jnp.matmul(power, power, precision="highest")
@@ -280,8 +280,8 @@ class ComRoPE(Position):
         if self.variant == "ld":
             scales = self.scales[...]
         else:
-            own = np.arange(blocks.shape[2]) % 2 == np.arange(2)[:, None]
-            scales = jnp.asarray(own, blocks.dtype)
+            mask = np.arange(blocks.shape[2]) % 2 == np.arange(2)[:, None]
+            scales = jnp.asarray(mask, blocks.dtype)
         generators = scales[..., None, None] * (blocks - blocks.mT)[:, :, None]
         matrices = block_rotations(self._coords(grid, key), generators)
         return Terms(transform=TurnBlocks(PerLayer(matrices)))
@@ -326,9 +326,9 @@ class String(Position):
                 "number of heads"
             )
         self.base = base
-        own = (head_dim * (head_dim - 1) // 2,) if variant == "cayley" else (2, head_dim)
+        entries = (head_dim * (head_dim - 1) // 2,) if variant == "cayley" else (2, head_dim)
         init = normal_init(std)
-        learned = init(rngs.params(), (stage.depth, stage.heads, *own), stage.dtype)
+        learned = init(rngs.params(), (stage.depth, stage.heads, *entries), stage.dtype)
         self.learned = nnx.Param(learned, decay=False)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
@@ -338,9 +338,11 @@ class String(Position):
 
     def _cayley(self) -> tuple[PerLayer, Array]:
         head_dim, dtype = self.stage.head_dim, self.stage.dtype
-        skew, one = _skew(self.learned[...], head_dim), jnp.eye(head_dim, dtype=dtype)
+        skew, identity = _skew(self.learned[...], head_dim), jnp.eye(head_dim, dtype=dtype)
         freqs = frequencies.two_axes(frequencies.ladder(head_dim // 4, self.base), "xy")
-        return PerLayer(jnp.linalg.solve(one + skew, one - skew)), jnp.asarray(freqs, dtype)
+        return PerLayer(jnp.linalg.solve(identity + skew, identity - skew)), jnp.asarray(
+            freqs, dtype
+        )
 
     def _circulant(self) -> tuple[Array, PerLayer]:
         head_dim, dtype = self.stage.head_dim, self.stage.dtype
@@ -401,13 +403,14 @@ class SphericalRope(Position):
         else:
             freqs = jnp.asarray(np.tile(self._ladder(), (1, 1, 2, 1)), coords.dtype)
         row, column = (coords[:, axis, None, None] * freqs[:, None, :, axis] for axis in (0, 1))
-        one, zero = jnp.ones_like(row), jnp.zeros_like(row)  # [layers, L, N or 1, groups]
+        ones, zeros = jnp.ones_like(row), jnp.zeros_like(row)  # [layers, L, N or 1, groups]
         cos, sin = jnp.cos(row), jnp.sin(row)
-        of_row = [one, zero, zero, zero, cos, -sin, zero, sin, cos]
+        row_turns = [ones, zeros, zeros, zeros, cos, -sin, zeros, sin, cos]
         cos, sin = jnp.cos(column), jnp.sin(column)
-        of_column = [cos, -sin, zero, sin, cos, zero, zero, zero, one]
-        of_row, of_column = (
-            jnp.stack(entries, axis=-1).reshape(*row.shape, 3, 3) for entries in (of_row, of_column)
+        column_turns = [cos, -sin, zeros, sin, cos, zeros, zeros, zeros, ones]
+        row_turns, column_turns = (
+            jnp.stack(entries, axis=-1).reshape(*row.shape, 3, 3)
+            for entries in (row_turns, column_turns)
         )
-        matrices = jnp.matmul(of_row, of_column, precision="highest")
+        matrices = jnp.matmul(row_turns, column_turns, precision="highest")
         return Terms(transform=TurnBlocks(PerLayer(matrices) if self.learnable else matrices[0]))

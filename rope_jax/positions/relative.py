@@ -41,7 +41,7 @@ def offset_bias(table: Float[Array, "layers N h w"], stage: Stage) -> Array:
     return table.reshape(*table.shape[:2], -1)
 
 
-def offsets_of(lengths: Grid) -> Float[np.ndarray, "rows columns 2"]:
+def all_offsets(lengths: Grid) -> Float[np.ndarray, "rows columns 2"]:
     """All offsets (y, x), query minus key, on a map or window of (h, w): [2h-1, 2w-1, 2]."""
     axes = [np.arange(1 - n, n, dtype=np.float64) for n in lengths]
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
@@ -135,17 +135,17 @@ class RelativeBias(Position):
             self.key_scale = nnx.Param(ones, decay=False)
             self.key_bias = nnx.Param(jnp.zeros_like(ones), decay=False)
 
-    def _resampled(self, maps: Float[Array, "... h w"], size: Grid) -> Float[Array, "... h2 w2"]:
+    def _resample(self, maps: Float[Array, "... h w"], size: Grid) -> Float[Array, "... h2 w2"]:
         for axis, length in enumerate(size):
-            one_axis = [*maps.shape[-2:]]
-            rule = self.grow if length > one_axis[axis] else self.shrink
-            one_axis[axis] = length
-            maps = resample(maps, tuple(one_axis), rule)
+            shape = [*maps.shape[-2:]]
+            rule = self.grow if length > shape[axis] else self.shrink
+            shape[axis] = length
+            maps = resample(maps, tuple(shape), rule)
         return maps
 
     def _table(self, grid: Grid) -> Float[Array, "layers N h w"]:
         rows, columns = self.stage.region(grid)
-        return self._resampled(self.offsets[...], (2 * rows - 1, 2 * columns - 1))
+        return self._resample(self.offsets[...], (2 * rows - 1, 2 * columns - 1))
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         table = self._table(grid)
@@ -153,15 +153,15 @@ class RelativeBias(Position):
             table = jax.lax.rev(table, (2, 3))  # from key minus query to query minus key
         bias = offset_bias(table, self.stage)
         if self.key_scale is not None:
-            return Terms(transform=AddBias(PerLayer(self._normed(bias, grid))))
+            return Terms(transform=AddBias(PerLayer(self._normalize_keys(bias, grid))))
         if self.prefix_offsets is not None:
             bias = jnp.concatenate([bias, self.prefix_offsets[...]], axis=2)
         return Terms(bias=PerLayer(bias))
 
-    def _normed(self, bias: Array, grid: Grid) -> Float[Array, "layers N L L"]:
+    def _normalize_keys(self, bias: Array, grid: Grid) -> Float[Array, "layers N L L"]:
         shape = (self.stage.depth, 1, 1, -1)
-        scale = self._resampled(self.key_scale[...], grid).reshape(shape)
-        shift = self._resampled(self.key_bias[...], grid).reshape(shape)
+        scale = self._resample(self.key_scale[...], grid).reshape(shape)
+        shift = self._resample(self.key_bias[...], grid).reshape(shape)
         matrix = jax.vmap(window_bias, (0, None))(bias, grid)
         matrix = jax.nn.standardize(matrix, axis=-1, epsilon=1e-5) * scale + shift
         before = (self.stage.prefix, 0)
@@ -169,8 +169,8 @@ class RelativeBias(Position):
 
     def resize(self, grid: Grid) -> None:
         self.offsets.set_value(self._table(grid))
-        for of_map in () if self.key_scale is None else (self.key_scale, self.key_bias):
-            of_map.set_value(self._resampled(of_map[...], grid))
+        for parameter in () if self.key_scale is None else (self.key_scale, self.key_bias):
+            parameter.set_value(self._resample(parameter[...], grid))
         super().resize(grid)
 
 
@@ -205,7 +205,7 @@ class ContinuousBias(Position):
         self.kernel2 = nnx.Param(kernel2, decay=False)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        apart = offsets_of(self.stage.region(grid)) / self.border
+        apart = all_offsets(self.stage.region(grid)) / self.border
         apart = jnp.asarray(np.sign(apart) * np.log2(1 + 8 * np.abs(apart)) / 3, self.stage.dtype)
         hidden = jnp.einsum("hwa,lac->lhwc", apart, self.kernel1[...], precision="highest")
         hidden = jax.nn.relu(hidden + self.bias1[...][:, None, None])
@@ -240,17 +240,17 @@ class Alibi2D(Position):
         self.scale = scale
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        distance = np.linalg.norm(offsets_of(self.stage.region(grid)), axis=-1)
+        distance = np.linalg.norm(all_offsets(self.stage.region(grid)), axis=-1)
         table = -self.scale * _slopes(self.stage.heads)[:, None, None] * distance
         return Terms(bias=offset_bias(jnp.asarray(table[None], self.stage.dtype), self.stage)[0])
 
 
 def _slopes(heads: int) -> Float[np.ndarray, " N"]:
-    whole = 1 << (heads.bit_length() - 1)  # the largest power of two up to `heads`
-    slopes = 2.0 ** (-8 * np.arange(1, whole + 1) / whole)
-    if whole == heads:
+    power = 1 << (heads.bit_length() - 1)  # the largest power of two up to `heads`
+    slopes = 2.0 ** (-8 * np.arange(1, power + 1) / power)
+    if power == heads:
         return slopes
-    return np.concatenate([slopes, _slopes(2 * whole)[::2][: heads - whole]])
+    return np.concatenate([slopes, _slopes(2 * power)[::2][: heads - power]])
 
 
 @jax.tree_util.register_dataclass

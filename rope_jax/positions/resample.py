@@ -17,19 +17,19 @@ def bicubic_matrix(before: int, after: int) -> Matrix:
     torch's `interpolate(mode="bicubic", align_corners=False)`: cubic convolution with a = -0.75,
     four taps, indices clamped at the border. `jax.image.resize` has no equivalent (a = -0.5 there).
     """
-    return _clamped(before, after, (-1, 0, 1, 2), _cubic)
+    return _clamped_matrix(before, after, (-1, 0, 1, 2), _cubic)
 
 
 @functools.cache
 def dinov2_matrix(before: int, after: int) -> Matrix:
     """Like `bicubic_matrix`, with DINOv2's `scale_factor=(after + 0.1) / before`."""
-    return _clamped(before, after, (-1, 0, 1, 2), _cubic, extra=0.1)
+    return _clamped_matrix(before, after, (-1, 0, 1, 2), _cubic, extra=0.1)
 
 
 @functools.cache
 def bilinear_matrix(before: int, after: int) -> Matrix:
     """`interpolate(mode="bilinear", align_corners=False)`, two taps: the CCT family."""
-    return _clamped(before, after, (0, 1), lambda t: 1 - np.abs(t))
+    return _clamped_matrix(before, after, (0, 1), lambda t: 1 - np.abs(t))
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def antialias_matrix(before: int, after: int) -> Matrix:
     return matrix / matrix.sum(axis=1, keepdims=True)
 
 
-def _clamped(
+def _clamped_matrix(
     before: int,
     after: int,
     taps: tuple[int, ...],

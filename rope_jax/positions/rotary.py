@@ -76,7 +76,7 @@ class Rotary(Position):
 
     @property
     def on_map(self) -> bool:
-        """Whether q and k are rotated on the whole map, as no window represents the others."""
+        """True if q and k are rotated on the whole map, as no window represents the others."""
         own_box = self.stage.window_box == "own"
         return isinstance(self.stage.pattern, Window) and not self.relative and not own_box
 
@@ -98,7 +98,7 @@ class Rotary(Position):
         raise NotImplementedError
 
     def extend(self, **options: str | bool | float) -> None:
-        """Sets fields of the extension; the others stay.
+        """Sets fields of the extension; the others do not change.
 
         Raises:
             ValueError: an impossible value, or a scheme for which no extension is defined.
@@ -117,20 +117,21 @@ class Rotary(Position):
             trained = dataclasses.replace(trained, pattern=self.stage.pattern)
         stages = ((trained, trained.grid), (self.stage, grid))
         before, now = (
-            Extent.of(self.coords(self._box(stage, on)), stage.region(on)) for stage, on in stages
+            Extent.from_coords(self.coords(self._box(stage, on)), stage.region(on))
+            for stage, on in stages
         )
         return before, now
 
     @property
     def extends(self) -> bool:
-        """Whether a query sees another extent on the current map than in training."""
-        trained, here = self.extents(self.stage.grid)
-        return not all(map(np.array_equal, trained, here))
+        """True if a query's extent on the current map differs from that in training."""
+        trained, current = self.extents(self.stage.grid)
+        return not all(map(np.array_equal, trained, current))
 
     def _box(self, stage: Stage, grid: Grid | Video) -> Grid | Video:
-        """The map that coordinates are of: the window, where each one has its own box."""
-        own = isinstance(stage.pattern, Window) and self.stage.window_box == "own"
-        return stage.region(grid) if own else grid
+        """The map of the coordinates: the window, where each one has its own box."""
+        own_box = isinstance(stage.pattern, Window) and self.stage.window_box == "own"
+        return stage.region(grid) if own_box else grid
 
     def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:
         freqs, logit_scale = self.freqs(), 1.0

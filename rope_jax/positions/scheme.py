@@ -43,8 +43,8 @@ class Stage:
             differ between layers.
         global_layers: the layers of an isotropic backbone with windows that attend to the whole map
             instead (`Position.with_pattern`); None in all other backbones.
-        window_box: what the coordinates of schemes on a box fill in windows: the "map", whose
-            spacing the tokens of a window have, or each window its "own" box.
+        window_box: the box of schemes with box coordinates in windows: the "map", so that tokens of
+            a window are spaced as on the map, or each window's "own" box.
         prefix: number of class and register tokens before the map in attention.
         embed_prefix: number of these that are present when `embed` is called (DeiT adds a position
             to its class token, DeiT-III does not).
@@ -108,7 +108,7 @@ class Terms:
             in windows and neighbourhoods) and `attend(q, k, v, bias=None)`, which computes
             attention with the other terms and an additional bias; it returns the output of
             attention.
-        logit_scale: a factor on the logits before the bias, beside head_dim**-0.5.
+        logit_scale: a factor on the logits before the bias, in addition to head_dim**-0.5.
     """
 
     rotation: Rotation | None = None
@@ -128,9 +128,9 @@ class Terms:
 
     def with_layer(self, values: list[Array]) -> "Terms":
         """Returns the terms of one layer, given its slices of the arrays of `per_layer`."""
-        rest = iter(values)
+        slices = iter(values)
         leaves, tree = jax.tree.flatten(self, is_leaf=_is_marked)
-        return tree.unflatten([next(rest) if _is_marked(leaf) else leaf for leaf in leaves])
+        return tree.unflatten([next(slices) if _is_marked(leaf) else leaf for leaf in leaves])
 
 
 def _is_marked(leaf: Any) -> bool:
@@ -158,7 +158,7 @@ class Position(nnx.Module):
         paper: the scheme's source.
         equation: the scheme in one formula.
         acts: where it acts, a key of `ACTS`.
-        resolution: what happens on a map of another size, a key of `RESOLUTION`.
+        resolution: the rule for a map of another size, a key of `RESOLUTION`.
         relative: a key's contribution to a query depends on their offset only (and on the contents
             of the two tokens). Rotary schemes that are not relative must declare it: in windows,
             they rotate q and k on the whole map.
@@ -198,7 +198,7 @@ class Position(nnx.Module):
 
     @property
     def wraps_attention(self) -> bool:
-        """Whether `terms` has a transform in the stage's pattern of attention."""
+        """True if `terms` has a transform in the stage's pattern of attention."""
         return self.acts == "transform"
 
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
@@ -295,22 +295,22 @@ class Combined(Position):
         return list(self.parts)
 
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
-        for part, part_key in self._keyed(key):
+        for part, part_key in self._split_key(key):
             tokens = part.embed(tokens, grid, part_key)
         return tokens
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        joined = Terms()
-        for part, part_key in self._keyed(key):
+        combined = Terms()
+        for part, part_key in self._split_key(key):
             terms = part.terms(grid, part_key)
-            joined = Terms(
-                rotation=joined.rotation or terms.rotation,
-                bias=_add(joined.bias, terms.bias),
-                add=_add(joined.add, terms.add),
-                transform=joined.transform or terms.transform,
-                logit_scale=joined.logit_scale * terms.logit_scale,
+            combined = Terms(
+                rotation=combined.rotation or terms.rotation,
+                bias=_add(combined.bias, terms.bias),
+                add=_add(combined.add, terms.add),
+                transform=combined.transform or terms.transform,
+                logit_scale=combined.logit_scale * terms.logit_scale,
             )
-        return joined
+        return combined
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
         return tuple(layer for part in self.parts for layer in part.mix_after(depth))
@@ -325,7 +325,7 @@ class Combined(Position):
             part.resize(grid)
         super().resize(grid)
 
-    def _keyed(self, key: Array | None) -> Iterable[tuple[Position, Array | None]]:
+    def _split_key(self, key: Array | None) -> Iterable[tuple[Position, Array | None]]:
         count = len(self.parts)
         keys = [None] * count if key is None else jax.random.split(key, count)
         return zip(self.parts, keys, strict=True)
@@ -379,7 +379,7 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
         name: for the notation, `name(option=value)`; see `Position` for the class.
 
     Raises:
-        ValueError: there is a scheme of this name, or it is no identifier.
+        ValueError: a scheme of this name exists, or the name is not an identifier.
     """
 
     def register(cls: type[Position]) -> type[Position]:

@@ -197,5 +197,5 @@ def _of_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:
     model, _ = load_checkpoint(os.fspath(where))
     weights = export_state_dict(model, source=OWN)
     shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
-    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), os.fspath(where))
+    metadata = Metadata.from_json(Metadata.from_model(model, {}).to_json(), os.fspath(where))
     return WeightsFile(shapes, weights.__getitem__, OWN, metadata, os.fspath(where))

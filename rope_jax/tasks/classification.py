@@ -210,7 +210,7 @@ class Classification:
             return row | {"protocol": images.protocol, "note": note}, []
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
         preprocessing = Preprocessing(evaluator.mean, evaluator.std, **asked)
-        height, width = map(preprocessing.resized, images.size)
+        height, width = map(preprocessing.short_side, images.size)
         square = images.size[0] == images.size[1]
         resized = (
             f"a short side of {height} pixels" if square else f"at least {height} x {width} pixels"

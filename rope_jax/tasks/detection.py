@@ -30,7 +30,7 @@ from rope_jax.data.labels import find_labels
 from rope_jax.models.dense import head_call
 from rope_jax.models.description import Preprocessing
 from rope_jax.models.heads import find_head
-from rope_jax.models.heads.detection import Targets, scaled_boxes
+from rope_jax.models.heads.detection import Targets, scale_boxes
 from rope_jax.tasks.augmented import Batch, augmented
 from rope_jax.tasks.average_precision import Found, average_precision, require_pycocotools
 from rope_jax.tasks.box_pictures import Detected, draw_detections
@@ -84,7 +84,7 @@ class Detection:
         batch = augmented(batch, config.data, seed=seed)
         extent, label = batch["extent"], batch["label"]
         share = jnp.full(len(label), len(label) / jnp.maximum((label >= 0).sum(), 1), jnp.float32)
-        boxes = scaled_boxes(batch["boxes"], extent)
+        boxes = scale_boxes(batch["boxes"], extent)
         return {
             "image": batch["image"],
             "extent": extent,

@@ -16,7 +16,7 @@ from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
-from rope_jax_kernels.tuning.choices import word_of
+from rope_jax_kernels.tuning.choices import slugify
 from rope_jax_kernels.tuning.measure import nothing_to_tune
 
 _LARGEST = 1 << 28  # bytes of the file of choices
@@ -24,7 +24,7 @@ _LARGEST = 1 << 28  # bytes of the file of choices
 
 def file_of(workdir: pathlib.Path) -> pathlib.Path:
     """The file of the choices in a workdir: one for each kind of device on which it was trained."""
-    return workdir / f"kernels_{word_of(device.kind())}.json"
+    return workdir / f"kernels_{slugify(device.kind())}.json"
 
 
 def stored_choices(kernels: str, workdir: pathlib.Path) -> Choices | None:

@@ -29,17 +29,17 @@ from rope_jax.weights.isotropic import (
     resformer,
     t2t,
 )
-from rope_jax.weights.layouts import FIRST, Slot, rotary_of
+from rope_jax.weights.layouts import FIRST, Slot, find_rotary
 from rope_jax.weights.links import (
     CLASSIFIER,
     HEAD,
     Link,
+    find_links,
     fit,
-    links_of,
+    link_parameters,
+    list_slots,
     missing_head,
-    named,
     not_floating,
-    slots_of,
 )
 from rope_jax.weights.own import OWN, own
 from rope_jax.weights.tables import Table, begins, match_name
@@ -82,14 +82,14 @@ class Conversion:
     """A plan of a conversion, derived from names, shapes and dtypes alone.
 
     Attributes:
-        links: which tensor fills which parameter.
+        links: parameters and the tensors that fill them.
         zeros: parameters that the file lacks and that are 0 in its model.
         frozen: expected values of tensors that the model computes, by name.
         problems: everything that does not fit.
         new_head: whether the model's head keeps its initial weights.
-        unused: tensors of a classifier that the model lacks, as it is none.
-        fresh: starts of the names of parameters that keep their initial weights, as no classifier
-            has them.
+        unused: tensors of a classifier that have no parameter in a model that is none.
+        fresh: starts of the names of parameters that keep their initial weights, because no
+            classifier has them.
         backbone: whether the weights are those of a classifier, or of the backbone of another
             model, and the model is for dense prediction.
     """
@@ -128,15 +128,15 @@ def fill(
         where: path or hub id of the file, for error messages.
 
     Raises:
-        ValueError: the plan has problems, what the model computes is not what the file holds, or a
+        ValueError: the plan has problems, the model computes other values than the file holds, or a
             weight is not finite; the model is not changed.
     """
     read, problems = functools.lru_cache(2)(read), list(plan.problems)  # layers follow each other
     drift = name_table(model, source).drift
-    for key, want in plan.frozen.items():
+    for key, expected in plan.frozen.items():
         array = read(key)
         precision = float(jnp.finfo(array.dtype).eps)
-        if not np.allclose(array, want, rtol=precision, atol=drift):
+        if not np.allclose(array, expected, rtol=precision, atol=drift):
             problems.append(
                 f"{key} is computed here, and is not what the file holds: create the model with "
                 "the position that these weights were trained with"
@@ -155,7 +155,7 @@ def fill(
                 f"{link.key} of {where!r} holds NaN or infinite values: take other weights, or "
                 "those of an earlier checkpoint"
             )
-        slot.of(value)[...] = array if slot.grid is None else slot.resized(array)
+        slot.view(value)[...] = array if slot.grid is None else slot.resize(array)
     for slot in plan.zeros:
         values[slot.path] = np.zeros(variables[slot.path].shape, variables[slot.path].dtype)
     for path, value in values.items():
@@ -168,8 +168,8 @@ def report(model: nnx.Module, plan: Conversion, head: str | None = None, epsilon
     Args:
         model: that was filled.
         plan: by which it was.
-        head: the name of the head of the weights' own model; None for a classifier.
-        epsilon: what else to report.
+        head: the name of the head of the weights' original model; None for a classifier.
+        epsilon: text about the norms' epsilon, or "".
     """
     new = [start.rstrip(".") for start in plan.fresh]
     if plan.backbone:
@@ -197,27 +197,27 @@ def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray
     Raises:
         ValueError: the source has no name for some of the parameters; the message lists them.
     """
-    links, problems = links_of(model, name_table(model, source), source)
+    links, problems = link_parameters(model, name_table(model, source), source)
     refuse(problems, source)
     variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
     pieces: dict[str, list[tuple[tuple[bool, int], np.ndarray]]] = {}
     for link in links:
-        array = link.slot.of(np.asarray(variables[link.slot.path][...]))
+        array = link.slot.view(np.asarray(variables[link.slot.path][...]))
         start = 0 if link.rule.cut is None else link.rule.cut.start or 0
-        place = (start < 0, start)  # those that are counted from the end are the last
+        place = (start < 0, start)  # positions from the end come last
         pieces.setdefault(link.key, []).append((place, link.rule.write(array, link.slot)))
     exported = {}
-    for key, found in pieces.items():
-        arrays = [array for _, array in sorted(found, key=lambda piece: piece[0])]
-        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        exported[key] = np.asarray(whole, order="C")
+    for key, parts in pieces.items():
+        arrays = [array for _, array in sorted(parts, key=lambda piece: piece[0])]
+        tensor = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        exported[key] = np.asarray(tensor, order="C")
     return exported
 
 
 def table_grids(model: nnx.Module, *, source: str) -> dict[str, Grid]:
     """(rows, columns) of the map or window of each of a model's tables, by name in a file."""
-    links, _ = links_of(model, name_table(model, source), source)
-    return {link.key: link.slot.own_grid for link in links if link.rule.grid}
+    links, _ = link_parameters(model, name_table(model, source), source)
+    return {link.key: link.slot.model_grid for link in links if link.rule.grid}
 
 
 def plan_conversion(
@@ -240,23 +240,23 @@ def plan_conversion(
     """
     table = name_table(model, source)
     fresh = _fresh(model, table, shapes, backbone)
-    found, problems = links_of(model, table, source, fresh)
-    found = [_as_stored(link, shapes) for link in found]
+    named_links, problems = link_parameters(model, table, source, fresh)
+    named_links = [_unstack(link, shapes) for link in named_links]
     links, zeros, missing, grids = [], [], [], grids or {}
-    found, new_head = _without_head(found, shapes, new_head)
+    named_links, new_head = _without_head(named_links, shapes, new_head)
     backbone = backbone or (bool(fresh) and not model.num_classes)
     headless = new_head or not model.num_classes
     dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
-    keys = {link.key for link in found}
-    unused = [key for key in shapes.keys() - keys if _is_of(table, key, dropped)]
-    tables = {link.key for link in found if link.rule.grid}
+    keys = {link.key for link in named_links}
+    unused = [key for key in shapes.keys() - keys if _belongs_to(table, key, dropped)]
+    tables = {link.key for link in named_links if link.rule.grid}
     for key in grids:
         if key not in tables:
             problems.append(f"grids has {key}, which is no table of this model: leave it out")
-    for link in found:
+    for link in named_links:
         if link.key in shapes:
-            given = dataclasses.replace(link.slot, grid=grids.get(link.key))
-            grid, problem = fit(dataclasses.replace(link, slot=given), *shapes[link.key])
+            placed = dataclasses.replace(link.slot, grid=grids.get(link.key))
+            grid, problem = fit(dataclasses.replace(link, slot=placed), *shapes[link.key])
             problems += [problem] if problem else []
             slot = dataclasses.replace(link.slot, grid=grid)
             links.append(dataclasses.replace(link, slot=slot))
@@ -264,24 +264,25 @@ def plan_conversion(
             zeros.append(link.slot)
         else:
             missing.append(link)
-    heads = [link.key for link in found if link.slot.name.startswith(HEAD)]
+    heads = [link.key for link in named_links if link.slot.name.startswith(HEAD)]
     if problem := missing_head(model, heads, [link.key for link in missing]):
         problems.append(problem)
         missing = [link for link in missing if link.key not in heads]
     problems += [f"{x.key} is missing: it fills {x.slot.name} of the model" for x in missing]
-    left = shapes.keys() - keys - {*unused}
-    frozen, unexpected = _without_parameter(model, table, shapes, sorted(left))
+    unmatched = shapes.keys() - keys - {*unused}
+    frozen, unexpected = _without_parameter(model, table, shapes, sorted(unmatched))
     problems += unexpected
     return Conversion(links, zeros, frozen, problems, new_head, unused, fresh, backbone)
 
 
 def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bool]:
-    """The number of a file's tensors that a source knows, 0 if none fills a parameter.
+    """Counts a file's tensors that a source knows, 0 if none fills a parameter.
 
-    And whether it has rotations, if the model has: of equal counts, that is the larger one.
+    Also returns whether the source has rotations, if the model has: that decides between equal
+    counts.
     """
     table = name_table(model, source)
-    links, _ = links_of(model, table, source)
+    links, _ = link_parameters(model, table, source)
     keys = {link.key for link in links}
     if keys.isdisjoint(shapes):
         return 0, False
@@ -295,38 +296,38 @@ def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bo
 
 
 def rotates(model: nnx.Module) -> bool:
-    """Whether some position of a model rotates queries and keys."""
-    return any(rotary_of(part.position) is not None for part in model.parts().values())
+    """True if some position of a model rotates queries and keys."""
+    return any(find_rotary(part.position) is not None for part in model.parts().values())
 
 
 def _without_parameter(
-    model: nnx.Module, table: Table, shapes: Shapes, left: list[str]
+    model: nnx.Module, table: Table, shapes: Shapes, unmatched: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Tensors that the model computes instead of storing, and problems of others.
 
     Args:
         model, table: that is filled, and the names of the source.
         shapes: of all tensors.
-        left: those that fill no parameter.
+        unmatched: tensors that fill no parameter.
     """
     frozen, problems, unexpected = {}, [], []
-    for key in left:
+    for key in unmatched:
         shape, dtype = shapes[key]
         if _matches_any(table.dropped, key):
             continue
-        want = _frozen(model, table, key, tuple(shape))
-        if want is None:
+        expected = _frozen(model, table, key, tuple(shape))
+        if expected is None:
             unexpected.append(key)
-        elif want.shape != tuple(shape):
+        elif expected.shape != tuple(shape):
             problems.append(
                 f"{key} has shape {list(shape)}, but what the model computes in its place has "
-                f"shape {list(want.shape)}"
+                f"shape {list(expected.shape)}"
             )
         elif not jnp.issubdtype(dtype, jnp.floating):
             problems.append(not_floating(key, dtype))
         else:
-            frozen[key] = want
-    schemes = _schemes_of(model, shapes) if unexpected else {}
+            frozen[key] = expected
+    schemes = _find_schemes(model, shapes) if unexpected else {}
     advice = f'; create it with position="{"+".join(dict.fromkeys(schemes.values()))}"'
     for key in unexpected:
         problems.append(
@@ -336,8 +337,8 @@ def _without_parameter(
     return frozen, problems
 
 
-def _as_stored(link: Link, shapes: Shapes) -> Link:
-    """The link to a layer of a tensor, in a file of before in which blocks are stacked."""
+def _unstack(link: Link, shapes: Shapes) -> Link:
+    """Links to a layer of a tensor, in an older file in which blocks are stacked."""
     match = re.fullmatch(r"(.*\bblocks)\.(\d+)(\..*)", link.key)
     if link.key in shapes or match is None or match[1] + match[3] not in shapes:
         return link
@@ -346,16 +347,16 @@ def _as_stored(link: Link, shapes: Shapes) -> Link:
     return Link(link.slot, match[1] + match[3], rule)
 
 
-def _is_of(table: Table, key: str, starts: tuple[str, ...]) -> bool:
-    """Whether a tensor is that of a parameter whose name here has one of some starts."""
+def _belongs_to(table: Table, key: str, starts: tuple[str, ...]) -> bool:
+    """True if a tensor is that of a parameter whose name here has one of some starts."""
     if table.rows is None:
         return key.startswith(starts)
     rows = (theirs for ours, theirs, _ in table.rows if ours.startswith(starts))
     return any(match_name(theirs, key) is not None for theirs in rows)
 
 
-def _schemes_of(model: nnx.Module, shapes: Shapes) -> dict[str, str]:
-    """The positional schemes of tensors that any source has for such a model, by tensor."""
+def _find_schemes(model: nnx.Module, shapes: Shapes) -> dict[str, str]:
+    """Finds the positional schemes of tensors in the tables of all sources, by tensor."""
     classifier = model.parts() and not hasattr(model, "backbone")  # of which all sources have names
     rows = [
         (match[1], theirs)
@@ -372,18 +373,19 @@ def _schemes_of(model: nnx.Module, shapes: Shapes) -> dict[str, str]:
 
 
 def _fresh(model: nnx.Module, table: Table, shapes: Shapes, backbone: bool) -> tuple[str, ...]:
-    """Starts of the names of what a model has beyond a classifier, where the file has none of it.
+    """Starts of the names of parameters beyond those of a classifier that a file lacks altogether.
 
-    Of another head's backbone, the last norm may be missing.
+    The last norm of another head's backbone may be missing, too.
     """
     starts = (*getattr(model, "beyond_classifier", ()), *(("norm.",) if backbone else ()))
-    slots = list(slots_of(model)) if starts else []
+    slots = list(list_slots(model)) if starts else []
 
-    def there(start: str) -> bool:
-        own = [slot for slot in slots if begins(slot.name, (start,))]
-        return not own or any(link.key in shapes for slot in own for link in named(table, slot))
+    def is_present(start: str) -> bool:
+        members = [slot for slot in slots if begins(slot.name, (start,))]
+        links = (link for slot in members for link in find_links(table, slot))
+        return not members or any(link.key in shapes for link in links)
 
-    return tuple(start for start in starts if not there(start))
+    return tuple(start for start in starts if not is_present(start))
 
 
 def _without_head(links: list[Link], shapes: Shapes, allowed: bool) -> tuple[list[Link], bool]:

@@ -30,7 +30,7 @@ def create_model(
     blocks: Sequence[int] | None = None,
     **overrides: Any,
 ) -> nnx.Module:
-    """Creates a backbone with a positional scheme, and with a head of dense prediction if wanted.
+    """Creates a backbone with a positional scheme, and optionally a head of dense prediction.
 
     >>> import jax.numpy as jnp
     >>> import rope_jax
@@ -91,8 +91,8 @@ def create_model(
         ImportError: a package that reads the weights is not installed.
     """
     name = os.fspath(name)
-    given = {"position": position, "num_classes": num_classes, "image_size": image_size}
-    given |= {"head": head, "blocks": blocks}
+    arguments = {"position": position, "num_classes": num_classes, "image_size": image_size}
+    arguments |= {"head": head, "blocks": blocks}
     if pretrained is False and names_weights(name):
         pretrained = name
     listed = None if pretrained is False else listed_file(name, pretrained)
@@ -113,11 +113,11 @@ def create_model(
                     f"{f'; {hint}' if hint else ''}"
                 )
             name = described.name
-        same = described if described is not None and described.name == name else None
+        stored = described if described is not None and described.name == name else None
         try:
-            wanted = describe(name, same, given, overrides)
-            create = create_backbone if wanted.head is None else create_dense
-            model = create(wanted, seed=seed, dtype=dtype)
+            description = describe(name, stored, arguments, overrides)
+            create = create_backbone if description.head is None else create_dense
+            model = create(description, seed=seed, dtype=dtype)
         except UnknownName as error:
             missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
             if not missing:
@@ -132,7 +132,7 @@ def create_model(
 
 
 def names_weights(name: str) -> bool:
-    """Whether a name is that of a file, a folder or a hub id, and not of a model.
+    """True if a name is that of a file, a folder or a hub id, and not of a model.
 
     >>> names_weights("runs/digits"), names_weights("deit_s16")
     (True, False)

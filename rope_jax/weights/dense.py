@@ -78,9 +78,9 @@ def _spatial_prior() -> list[Row]:
     places = {f"stem.{n}": (f"stem.{3 * n}", f"stem.{3 * n + 1}") for n in range(3)}
     places |= {f"convs.{n}": (f"conv{n + 2}.0", f"conv{n + 2}.1") for n in range(3)}
     rows: list[Row] = []
-    for ours, (theirs, own_norm) in places.items():
+    for ours, (theirs, norm_name) in places.items():
         rows += conv(f"prior.{ours}.conv", f"spm.{theirs}")
-        rows += batch_norm(f"prior.{ours}.bn", f"spm.{own_norm}")
+        rows += batch_norm(f"prior.{ours}.bn", f"spm.{norm_name}")
     for n in range(4):
         rows += dense(f"prior.projections.{n}", f"spm.fc{n + 1}", POINTWISE)
     return rows
@@ -97,9 +97,7 @@ def deformable(ours: str, theirs: str) -> list[Row]:
     """Rows of deformable attention."""
     names = {"offset": "sampling_offsets", "weight": "attention_weights"}
     names |= {"value": "value_proj", "out": "output_proj"}
-    return [
-        row for here, there in names.items() for row in dense(f"{ours}.{here}", f"{theirs}.{there}")
-    ]
+    return [row for x, y in names.items() for row in dense(f"{ours}.{x}", f"{theirs}.{y}")]
 
 
 def _extractor(ours: str, theirs: str) -> list[Row]:

@@ -32,8 +32,8 @@ def detrex(model: nnx.Module) -> Table:
     rows.append(("head.label_embed", "label_enc.weight", SAME))
     if model.backbone.hierarchical:
         rows += within("backbone.", _stage_norms(model), "")
-        own = [row for row in swin_rows() if not row[0].startswith(CLASSIFIER)]
-        rows += within("backbone.", own, "backbone.")
+        swin = [row for row in swin_rows() if not row[0].startswith(CLASSIFIER)]
+        rows += within("backbone.", swin, "backbone.")
         return Table(rows, dropped=(*_TWICE, *(f"backbone.{name}" for name in SWIN_DROPPED)))
     table = detectron2(model)
     rows += within("backbone.", table.rows, "")

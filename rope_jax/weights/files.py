@@ -51,13 +51,13 @@ class WeightsFile:
 
     @property
     def description(self) -> Description | None:
-        """All that creates the model of the weights again, if the file has it."""
+        """The arguments that create the model of the weights again, if the file has them."""
         return None if self.metadata is None else self.metadata.description
 
 
 @contextlib.contextmanager
 def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile]:
-    """Opens weights, see `load.load_pretrained`; those of an open file are left as they are.
+    """Opens weights, see `load.load_pretrained`; an open file is returned as it is.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -173,7 +173,7 @@ def write_safetensors(
     Args:
         path: of the file or folder.
         state_dict: tensors by name.
-        source: whose names these are.
+        source: the naming convention.
         metadata: of the model.
     """
     library = _safetensors()
@@ -196,9 +196,9 @@ def _hub_preprocessing(name: str) -> Preprocessing | None:
 
     try:
         with open(huggingface_hub.hf_hub_download(name, "config.json"), encoding="utf-8") as file:
-            about = json.load(file)["pretrained_cfg"]
-        mean, std = (tuple(map(float, about[key])) for key in ("mean", "std"))
-        return Preprocessing(mean, std, float(about["crop_pct"]), str(about["interpolation"]))
+            config = json.load(file)["pretrained_cfg"]
+        mean, std = (tuple(map(float, config[key])) for key in ("mean", "std"))
+        return Preprocessing(mean, std, float(config["crop_pct"]), str(config["interpolation"]))
     except (FileNotFoundError, huggingface_hub.utils.EntryNotFoundError):
         return None
     except (KeyError, TypeError, ValueError):  # another library's names

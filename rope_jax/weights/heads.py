@@ -205,7 +205,7 @@ def _pixel_decoder(theirs: str) -> list[Row]:
 
 def _masked_decoder(theirs: str, width: int) -> list[Row]:
     ours, layer = "decoder", "decoder.layers.{i}"
-    cross, own, mlp = (
+    cross, attn, mlp = (
         f"{theirs}.transformer_{name}_layers.{{i}}"
         for name in ("cross_attention", "self_attention", "ffn")
     )
@@ -215,8 +215,8 @@ def _masked_decoder(theirs: str, width: int) -> list[Row]:
         (f"{ours}.levels", f"{theirs}.level_embed.weight", SAME),
         *torch_attention(f"{layer}.cross", f"{cross}.multihead_attn", width),
         *norm(f"{layer}.cross_norm", f"{cross}.norm"),
-        *torch_attention(f"{layer}.attn", f"{own}.self_attn", width),
-        *norm(f"{layer}.norm", f"{own}.norm"),
+        *torch_attention(f"{layer}.attn", f"{attn}.self_attn", width),
+        *norm(f"{layer}.norm", f"{attn}.norm"),
         *_feed_forward(f"{layer}.mlp", mlp, "norm"),
         *norm(f"{ours}.norm", f"{theirs}.decoder_norm"),
         *dense(f"{ours}.classify", f"{theirs}.class_embed"),

@@ -4,7 +4,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.positions import PerLayer
-from rope_jax.weights.layouts import FLAT_FREQS, FREQS, OFFSETS, TOKENS, WINDOW_OFFSETS, rotary_of
+from rope_jax.weights.layouts import FLAT_FREQS, FREQS, OFFSETS, TOKENS, WINDOW_OFFSETS, find_rotary
 from rope_jax.weights.tables import (
     APE,
     Preprocessing,
@@ -77,7 +77,7 @@ def _axial_freqs(
     """Frequencies of Swin with RoPE-Axial, which are stored in every block: [2, N, R], x first."""
     if numbers["s"] >= len(model.stages):
         return None
-    rotary = rotary_of(model.stages[numbers["s"]].position)
+    rotary = find_rotary(model.stages[numbers["s"]].position)
     freqs = None if rotary is None else rotary.freqs()
     if freqs is None or isinstance(freqs, PerLayer):
         return None

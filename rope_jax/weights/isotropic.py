@@ -1,4 +1,4 @@
-"""Name tables of isotropic ViTs, also those with stems or blocks of their own, by source."""
+"""Name tables of isotropic ViTs, including those with special stems or blocks, by source."""
 
 import numpy as np
 from flax import nnx
@@ -14,7 +14,7 @@ from rope_jax.weights.layouts import (
     TOKENS,
     Rule,
     Slot,
-    rotary_of,
+    find_rotary,
     square,
 )
 from rope_jax.weights.tables import (
@@ -220,8 +220,8 @@ def ceit(model: nnx.Module) -> Table:
 
 
 def _swap_k_and_v(x: np.ndarray) -> np.ndarray:
-    q, one, other = np.split(x, 3)
-    return np.concatenate([q, other, one])
+    q, first, second = np.split(x, 3)
+    return np.concatenate([q, second, first])
 
 
 def _read_qvk(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -248,7 +248,7 @@ def cat(model: nnx.Module) -> Table:
     """
     pairing = "half"
     decayed = getattr(model.options, "imprint", None) == "decayed"
-    rotary = rotary_of(model.position) if decayed else None
+    rotary = find_rotary(model.position) if decayed else None
     if rotary is not None and rotary.pairing != pairing:
         raise ValueError(
             f"pairing={rotary.pairing} cannot be combined with weights for pairing={pairing} and "

@@ -54,22 +54,22 @@ class Slot:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the place."""
-        return self.of(np.broadcast_to(np.False_, self.full_shape)).shape
+        return self.view(np.broadcast_to(np.False_, self.full_shape)).shape
 
-    def of(self, value: np.ndarray) -> np.ndarray:
-        """The slot's view of an array of the parameter's shape."""
+    def view(self, value: np.ndarray) -> np.ndarray:
+        """Returns the slot's view of an array of the parameter's shape."""
         value = value if self.layer is None else value[self.layer, ...]
         return value if self.part is None else np.split(value, self.part[1], axis=-1)[self.part[0]]
 
     @property
-    def own_grid(self) -> Grid:
+    def model_grid(self) -> Grid:
         """(rows, columns) of the map or window of the model's own table."""
         if isinstance(self.scheme, RelativeBias) and self.place == ("offsets",):
             return _sides_of_table(*self.shape[-2:])
         return self.scheme.stage.grid
 
-    def resized(self, table: np.ndarray | jax.Array) -> jax.Array:
-        """A table of the map `grid`, resized to the model's by its scheme's rule."""
+    def resize(self, table: np.ndarray | jax.Array) -> jax.Array:
+        """Resizes a table of the map `grid` to the model's by its scheme's rule."""
         # A copy of the scheme as if it had been created for the file's map.
         scheme = nnx.clone(self.scheme)
         variables = dict(nnx.to_flat_state(nnx.state(scheme, STORED)))
@@ -96,7 +96,7 @@ class Rule:
             square where the shape leaves a choice, or None where the tensor cannot be a table.
         part: (i, n) for a tensor that is the i-th of n equal parts, along the last axis, of one
             parameter. The rows of all parts follow each other in a name table.
-        cut: the parameter's share of the tensor's first axis, where the tensor holds several
+        cut: the parameter's part of the tensor's first axis, where the tensor holds several
             parameters; None for all of it.
     """
 
@@ -107,14 +107,14 @@ class Rule:
     cut: slice | None = None
 
     def cut_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the parameter's share of a tensor of `shape`."""
+        """Shape of the parameter's part of a tensor of `shape`."""
         if self.cut is None or not shape:
             return shape
         return len(range(shape[0])[self.cut]), *shape[1:]
 
 
-def rotary_of(position: Position) -> Rotary | None:
-    """The part of a scheme that rotates queries and keys, if any."""
+def find_rotary(position: Position) -> Rotary | None:
+    """Finds the part of a scheme that rotates queries and keys, if any."""
     modules = (module for _, module in nnx.iter_modules(position))
     return next((module for module in modules if isinstance(module, Rotary)), None)
 
@@ -166,7 +166,7 @@ def square(tokens: int) -> Grid | None:
 def _read_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
     if slot.scheme.stage.prefix:
         return x[0]
-    height, width = slot.grid or slot.own_grid  # without the entry of a class token
+    height, width = slot.grid or slot.model_grid  # without the entry of a class token
     return x[0, -height * width :]
 
 
@@ -174,7 +174,7 @@ def _grid_of_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     if len(shape) != 3 or shape[0] != 1 or shape[2] != slot.shape[1]:
         return None
     count = shape[1] - slot.scheme.stage.embed_prefix
-    candidates = [slot.grid] if slot.grid else [square(count), slot.own_grid]
+    candidates = [slot.grid] if slot.grid else [square(count), slot.model_grid]
     counts = (count,) if slot.scheme.stage.prefix else (count, count - 1)
     if not slot.grid:
         candidates.append(square(count - 1))
@@ -187,8 +187,8 @@ def _grid_of_patch_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     return _grid_of_tokens((shape[0], shape[1] - 1, shape[2]), slot)
 
 
-def _fixed_size(slot: Slot) -> bool:
-    """Whether the table has the same size on every map, as for a neighbourhood."""
+def _has_fixed_size(slot: Slot) -> bool:
+    """True if the table has the same size on every map, as for a neighbourhood."""
     bias = isinstance(slot.scheme, RelativeBias)
     return bias and isinstance(slot.scheme.stage.pattern, Neighborhood)
 
@@ -201,9 +201,9 @@ def _grid_of_flat_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     if len(shape) != 2 or shape[1] != slot.shape[0]:
         return None
     side = square(shape[0])
-    candidates = [slot.grid] if slot.grid else [side and _sides_of_table(*side), slot.own_grid]
-    if _fixed_size(slot):
-        candidates = [slot.own_grid]
+    candidates = [slot.grid] if slot.grid else [side and _sides_of_table(*side), slot.model_grid]
+    if _has_fixed_size(slot):
+        candidates = [slot.model_grid]
     counts = ((grid, (2 * grid[0] - 1) * (2 * grid[1] - 1)) for grid in candidates if grid)
     return next((grid for grid, count in counts if count == shape[0]), None)
 
@@ -212,7 +212,7 @@ def _grid_of_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     if len(shape) != 3 or shape[0] != slot.shape[0]:
         return None
     sides = _sides_of_table(*shape[1:])
-    return None if _fixed_size(slot) and sides != slot.own_grid else sides
+    return None if _has_fixed_size(slot) and sides != slot.model_grid else sides
 
 
 def _query_minus_key(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -225,7 +225,7 @@ def _key_minus_query(x: np.ndarray, slot: Slot) -> np.ndarray:
 
 
 def _read_flat_offsets(x: np.ndarray, slot: Slot) -> np.ndarray:
-    h, w = slot.grid or slot.own_grid
+    h, w = slot.grid or slot.model_grid
     return _query_minus_key(x.T.reshape(-1, 2 * h - 1, 2 * w - 1), slot)
 
 
@@ -240,7 +240,7 @@ def _write_freqs(x: np.ndarray, slot: Slot) -> np.ndarray:
 
 
 def _axes(*order: int) -> Rule:
-    """The layout of tensors whose axes have another order in files; `order` is theirs, as here."""
+    """The layout of tensors with other axes in files: axis i here is axis `order[i]` there."""
     back = np.argsort(order)
     return Rule(lambda x, slot: x.transpose(order), lambda x, slot: x.transpose(back))
 
@@ -272,7 +272,7 @@ PATCH_TOKENS = Rule(
     lambda x, slot: np.concatenate([np.zeros_like(x[:1]), x])[None],
     _grid_of_patch_tokens,
 )
-"""The same of a backbone without class token, in a file with an entry for it, written as 0."""
+"""`TOKENS` of a backbone without class token, in a file with an entry for it, written as 0."""
 WINDOW_OFFSETS = Rule(
     _read_flat_offsets,
     lambda x, slot: _query_minus_key(x, slot).reshape(len(x), -1).T,
@@ -284,4 +284,4 @@ OFFSETS = Rule(_key_minus_query, _key_minus_query, _grid_of_offsets)
 FREQS = Rule(_read_freqs, _write_freqs)
 """RoPE-Mixed's frequencies [2, ..., N, R], x first: timm's for all layers, Swin's for one."""
 FLAT_FREQS = Rule(_read_freqs, lambda x, slot: _write_freqs(x, slot).reshape(2, x.shape[0], -1))
-"""The same with heads and pairs in one axis, [2, depth, N * R]: RoPE-ViT's."""
+"""`FREQS` with heads and pairs in one axis, [2, depth, N * R]: RoPE-ViT's."""

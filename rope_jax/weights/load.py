@@ -1,4 +1,4 @@
-"""Weights of files into models, and models into files."""
+"""Loading weights from files into models, and saving models as files."""
 
 import dataclasses
 import os
@@ -24,9 +24,9 @@ from rope_jax.weights.convert import (
     table_grids,
 )
 from rope_jax.weights.files import EXTENSIONS, WeightsFile, open_weights, write_safetensors
-from rope_jax.weights.links import slots_of
-from rope_jax.weights.metadata import CLASSIFIER_OPTIONS, Metadata, family_of
-from rope_jax.weights.own import OWN, own_name
+from rope_jax.weights.links import list_slots
+from rope_jax.weights.metadata import CLASSIFIER_OPTIONS, Metadata, family_name
+from rope_jax.weights.own import OWN, parameter_name
 
 
 def convert_state_dict(
@@ -69,8 +69,8 @@ def convert_state_dict(
             whose length allows both.
         new_head: leave the model's head as it is if the weights have none or one for other classes.
 
-    Parameters that keep their initial weights are printed: of a new head, and what a model of dense
-    prediction has beyond a classifier.
+    Parameters that keep their initial weights are printed: those of a new head, and those of a
+    model of dense prediction beyond a classifier's.
 
     Raises:
         ValueError: names or shapes that do not fit, all of them in one message, or a weight that is
@@ -140,35 +140,35 @@ def load_weights(
 ) -> None:
     """Loads an open file; arguments as in `load_pretrained`.
 
-    `other_model` is called with what differs in a different model, instead of raising a ValueError.
+    `other_model` is called with the differences of a different model; None raises a ValueError.
     """
-    there, _ = _heads(model, file)
-    file = _backbone_of(model, file)
+    file_head, _ = _heads(model, file)
+    file = _extract_backbone(model, file)
     target, source, plan = _plan(model, file, source, new_head=new_head)
     if file.metadata is not None and (message := _other_model(target, file, plan.backbone)):
         if other_model is None:
             raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
         other_model(message)
     fill(target, plan, file.read, source, file.where)
-    about = file.description
+    description = file.description
     usual = name_table(target, source).preprocessing
-    model.preprocessing = (about and about.preprocessing) or file.preprocessing or usual
-    report(model, plan, there, _epsilon(model, file) if plan.backbone else "")
-    if about is not None and model.num_classes and not (plan.backbone or plan.new_head):
-        model.class_names = about.class_names
+    model.preprocessing = (description and description.preprocessing) or file.preprocessing or usual
+    report(model, plan, file_head, _epsilon(model, file) if plan.backbone else "")
+    if description is not None and model.num_classes and not (plan.backbone or plan.new_head):
+        model.class_names = description.class_names
 
 
 def _heads(model: nnx.Module, file: WeightsFile) -> tuple[str | None, str | None]:
     """Names of the heads of dense prediction of a file's model, where known, and of a model."""
     texts = (file.description and file.description.head, getattr(model, "head_notation", None))
-    there, here = (text and parse(text, "head")[0].name for text in texts)
-    return there, here
+    file_head, model_head = (text and parse(text, "head")[0].name for text in texts)
+    return file_head, model_head
 
 
-def _backbone_of(model: nnx.Module, file: WeightsFile) -> WeightsFile:
-    """The backbone alone of a file for another head, if it has names of parameters here."""
-    there, here = _heads(model, file)
-    if file.source != OWN or there in (None, here) or here is None:
+def _extract_backbone(model: nnx.Module, file: WeightsFile) -> WeightsFile:
+    """Extracts the backbone of a file for another head, if it has names of parameters here."""
+    file_head, model_head = _heads(model, file)
+    if file.source != OWN or file_head in (None, model_head) or model_head is None:
         return file
     prefix = "backbone."
     shapes = {
@@ -176,10 +176,10 @@ def _backbone_of(model: nnx.Module, file: WeightsFile) -> WeightsFile:
         for name, shape in file.shapes.items()
         if name.startswith(prefix)
     }
-    # A model with a head has a class of its own; the names tell backbones of other families.
+    # The class of a model with a head differs; the names reveal backbones of other families.
     metadata = dataclasses.replace(
         file.metadata,
-        family=family_of(model.backbone),
+        family=family_name(model.backbone),
         description=dataclasses.replace(file.description, head=None),
     )
     read = lambda name: file.read(prefix + name)
@@ -190,8 +190,8 @@ def _epsilon(model: nnx.Module, file: WeightsFile) -> str:
     """The epsilon of a backbone's norms, if its weights were trained with another."""
     options = {} if file.metadata is None else file.metadata.options
     trained = options.get("norm_epsilon")
-    own = getattr(model, "backbone", model).options.norm_epsilon
-    return "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
+    new = getattr(model, "backbone", model).options.norm_epsilon
+    return "" if trained in (None, new) else f", norm_epsilon={new:g}, trained with {trained:g}"
 
 
 def _plan(
@@ -204,9 +204,8 @@ def _plan(
 ) -> tuple[nnx.Module, str, Conversion]:
     """The target of weights (the model or its backbone), the source of their names, and the plan.
 
-    `grids` are those of the file, or as given. If several sources name the weights equally well,
-    but pair channels for rotation differently, one that has other problems is as good as any: these
-    are told.
+    `grids` override those of the file. If several sources name the weights equally well, but pair
+    channels for rotation differently, and all have other problems, the first one's are reported.
 
     Raises:
         ValueError: the names fit several such sources, one of them without any problem.
@@ -239,22 +238,22 @@ def _candidates(
 ) -> list[tuple[nnx.Module, str]]:
     """Possible targets of weights (the model or its backbone), each with a source of their names.
 
-    The source is the given one, else that of the file or of its hub's owner, else all that name
+    The source is the argument, else that of the file or of its hub's owner, else all that name
     most of the tensors, in the order of `SOURCES`.
 
     Raises:
         ValueError: they are those of another head, or of no known source.
     """
-    there, here = _heads(model, file)
-    if there not in (None, here):
-        instead = "is a classifier" if here is None else f"has the head {here!r}"
+    file_head, model_head = _heads(model, file)
+    if file_head not in (None, model_head):
+        instead = "is a classifier" if model_head is None else f"has the head {model_head!r}"
         raise ValueError(
-            f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
+            f"{file.where!r} holds a model with the head {file_head!r}, and this model {instead}: "
             "use weights of the same head, of a classifier, or with names of rope_jax"
         )
     targets, source = [model], source or file.source
     if (backbone := getattr(model, "backbone", None)) is not None:
-        classifier = file.description is not None and there is None
+        classifier = file.description is not None and file_head is None
         targets = [backbone] if classifier else [model, backbone]
     candidates = [
         (target, name)
@@ -275,7 +274,7 @@ def _candidates(
 
 
 def _grids(model: nnx.Module, file: WeightsFile, source: str) -> Grids:
-    """(rows, columns) of the map or window of a file's tables by name, as far as it says so.
+    """(rows, columns) of the map or window of a file's tables by name, where the file has them.
 
     Under the names that parameters have here, the map is that of the image size.
     """
@@ -285,12 +284,12 @@ def _grids(model: nnx.Module, file: WeightsFile, source: str) -> Grids:
         grids = model.grids(file.description.image_size)
     except ValueError:  # other patches, whose shapes are refused
         return {}
-    of_part = dict(zip(model.parts(), grids, strict=True))
-    names = [own_name(slot) for slot in slots_of(model) if slot.scheme is not None]
+    part_grids = dict(zip(model.parts(), grids, strict=True))
+    names = [parameter_name(slot) for slot in list_slots(model) if slot.scheme is not None]
     return {
         name: grid
         for name in names
-        for part, grid in of_part.items()
+        for part, grid in part_grids.items()
         if name.startswith(f"{part}position.") and name in file.shapes
     }
 
@@ -303,8 +302,8 @@ def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | 
     other = file.metadata.differences(model, backbone=backbone)
     if file.source == OWN and file.description is not None and not other:
         # Under these names, order and pairing of the schemes are those of the model.
-        there, here = _schemes(file.description.position), _schemes(model.notation)
-        other = [f"position is {there} there and {here} here"] if there != here else []
+        saved, current = _schemes(file.description.position), _schemes(model.notation)
+        other = [f"position is {saved} there and {current} here"] if saved != current else []
     if not other:
         return None
     return f"{file.where!r} holds the weights of another model: {'; '.join(other)}"
@@ -312,16 +311,16 @@ def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | 
 
 def _advice(model: nnx.Module, saved: Mapping[str, Any]) -> str:
     """Advice for weights of a model with other options."""
-    here = dataclasses.asdict(model.options)
-    both = [name for name in CLASSIFIER_OPTIONS if name in here and name in saved]
-    there = {name: saved[name] for name in both if saved[name] != here[name]}
-    if not there:
+    current = dataclasses.asdict(model.options)
+    shared = [name for name in CLASSIFIER_OPTIONS if name in current and name in saved]
+    changed = {name: saved[name] for name in shared if saved[name] != current[name]}
+    if not changed:
         return (
             "Create the model that was saved, or pass the arrays to rope_jax.convert_state_dict, "
             "which checks names and shapes only"
         )
-    settings = ", ".join(f"{name}={value}" for name, value in there.items())
-    head = ", or with a head of dense prediction" if all(there.values()) else ""
+    settings = ", ".join(f"{name}={value}" for name, value in changed.items())
+    head = ", or with a head of dense prediction" if all(changed.values()) else ""
     return f"Create the model as it was saved, with {settings}{head}"
 
 
@@ -334,10 +333,10 @@ def _schemes(notation: str) -> list[str]:
 def save_pretrained(
     model: nnx.Module, path: str | os.PathLike, *, source: str | None = None
 ) -> None:
-    """Writes a model: its weights, and what `rope_jax.create_model(path)` needs to create it again.
+    """Writes a model: its weights, and metadata to create it by `rope_jax.create_model(path)`.
 
-    That is its name, options, position, classes and image size, and the preprocessing and class
-    names that it has. The round trip is exact, and no other model loads the weights by mistake.
+    The metadata are its name, options, position, classes and image size, and its preprocessing and
+    class names, if any. The round trip is exact, and no other model loads the weights by mistake.
 
     >>> import tempfile
     >>> import rope_jax
@@ -350,11 +349,11 @@ def save_pretrained(
     >>> again.name, again.notation, again.image_size, again.class_names
     ('deit_ti16', 'rope2d', (32, 32), ('cat', 'dog'))
 
-    A model that was put together of parts, such as a `PyramidBackbone`, has no name in
-    `create_model`: put it together again, and `load_pretrained` fills it.
+    A model that was assembled from parts, such as a `PyramidBackbone`, has no name in
+    `create_model`: assemble it again, and `load_pretrained` fills it.
 
     Args:
-        model: from `rope_jax.create_model` or `rope_jax.load_checkpoint`, or put together.
+        model: from `rope_jax.create_model` or `rope_jax.load_checkpoint`, or assembled.
         path: of a .safetensors file, or of a folder, created if missing, for a model.safetensors.
         source: names and layouts of other code for the weights, see `convert_state_dict`; None for
             the names of parameters here, which every model has.
@@ -369,4 +368,4 @@ def save_pretrained(
     source = source or OWN
     grids = {} if source == OWN else table_grids(model, source=source)
     state_dict = export_state_dict(model, source=source)
-    write_safetensors(path, state_dict, source, Metadata.of(model, grids))
+    write_safetensors(path, state_dict, source, Metadata.from_model(model, grids))

@@ -1,4 +1,4 @@
-"""Metadata of saved weights: what their model is, and all that creates it again.
+"""Metadata of saved weights: the properties of their model, and how to create it again.
 
 Different models may have weights of the same names and shapes.
 """
@@ -41,7 +41,7 @@ class Metadata:
         options: of the model, without those that weights do not depend on.
         position: name and settings of each scheme of a sum or wrapper, in alphabetical order.
         grids: (rows, columns) of the map or window of each table, by its name in the file.
-        description: all that creates the model again; older files have none.
+        description: the arguments that create the model again; older files have none.
     """
 
     family: str
@@ -51,8 +51,8 @@ class Metadata:
     description: Description | None = None
 
     @classmethod
-    def of(cls, model: nnx.Module, grids: Mapping[str, Grid]) -> "Metadata":
-        """The metadata of a model whose tables are of `grids`."""
+    def from_model(cls, model: nnx.Module, grids: Mapping[str, Grid]) -> "Metadata":
+        """The metadata of a model whose tables are for maps of `grids`."""
         position = next(iter(model.parts().values())).position
         names = {scheme: name for name, scheme in SCHEMES.items()}
         settings = [
@@ -62,10 +62,11 @@ class Metadata:
         ]
         options = _plain(dataclasses.asdict(model.options))
         if getattr(model, "head_notation", None) is not None:
-            own = _plain(dataclasses.asdict(model.head.options))
-            options |= {f"head.{name}": value for name, value in own.items()}
+            head_options = _plain(dataclasses.asdict(model.head.options))
+            options |= {f"head.{name}": value for name, value in head_options.items()}
         settings = sorted(settings, key=json.dumps)
-        return cls(family_of(model), options, settings, dict(grids), Description.of(model))
+        description = Description.from_model(model)
+        return cls(family_name(model), options, settings, dict(grids), description)
 
     def to_json(self) -> str:
         """Text for a file."""
@@ -78,8 +79,8 @@ class Metadata:
             entries = json.loads(text)
             grids = {key: (int(h), int(w)) for key, (h, w) in entries["grids"].items()}
             options, position = dict(entries["options"]), list(entries["position"])
-            about = entries.get("description")
-            description = None if about is None else Description.from_entries(about)
+            stored = entries.get("description")
+            description = None if stored is None else Description.from_entries(stored)
             return cls(str(entries["family"]), options, position, grids, description)
         except (
             AttributeError,
@@ -99,18 +100,18 @@ class Metadata:
         A backbone of dense prediction may have windows that the classifier had not (ViTDet), no
         class token or last norm, and another epsilon of its norms (Segmenter).
         """
-        own = json.loads(Metadata.of(model, {}).to_json())
-        pairs = [("family", self.family, own["family"])]
-        for name, value in own["options"].items():
+        current = json.loads(Metadata.from_model(model, {}).to_json())
+        pairs = [("family", self.family, current["family"])]
+        for name, value in current["options"].items():
             if name in self.options and not (backbone and name in _OF_CLASSIFIERS):
                 pairs.append((name, self.options[name], value))
-        pairs.append(("position", self.position, own["position"]))
+        pairs.append(("position", self.position, current["position"]))
         return [
-            f"{what} is {file} there and {here} here" for what, file, here in pairs if file != here
+            f"{name} is {file} there and {here} here" for name, file, here in pairs if file != here
         ]
 
 
-def family_of(model: nnx.Module) -> str:
+def family_name(model: nnx.Module) -> str:
     """Name of the class of a model; of one that adds to a family's classifiers, of that family."""
     kind = type(model)
     return (kind.__base__ if getattr(kind, "beyond_classifier", ()) else kind).__name__

@@ -52,7 +52,7 @@ def match_name(template: str, name: str) -> dict[str, int] | None:
 
 
 def begins(name: str, templates: Sequence[str]) -> bool:
-    """Whether a name begins as one of some templates.
+    """True if a name begins as one of some templates.
 
     >>> begins("blocks.3.scale1.gamma", ["head.", "blocks.{i}.scale"])
     True
@@ -65,13 +65,13 @@ def _pattern(template: str) -> str:
 
 
 def fill_name(template: str, values: dict[str, int]) -> str:
-    """A template with its numbers filled in."""
+    """Fills in the numbers of a template."""
     return template.format(**values, next=values.get("s", 0) + 1)
 
 
 def within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
     """Rows of a module that is part of another."""
-    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
+    return [(f"{ours}{name}", f"{theirs}{their_name}", rule) for name, their_name, rule in rows]
 
 
 def norm(ours: str, theirs: str) -> list[Row]:
@@ -104,8 +104,8 @@ def conv(ours: str, theirs: str) -> list[Row]:
 def halves(ours: str, first: str, second: str) -> list[Row]:
     """Rows of a linear layer that a file stores as two, each with half of the outputs."""
     rows = []
-    for one, other in zip(dense(ours, first), dense(ours, second), strict=True):
-        for i, (name, theirs, rule) in enumerate((one, other)):
+    for first_row, second_row in zip(dense(ours, first), dense(ours, second), strict=True):
+        for i, (name, theirs, rule) in enumerate((first_row, second_row)):
             rows.append((name, theirs, dataclasses.replace(rule, part=(i, 2))))
     return rows
 
@@ -123,8 +123,8 @@ def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:
     """Rows of torch's MultiheadAttention, which holds q, k and v, of `width` each, as one."""
     rows: list[Row] = []
     for place, name in enumerate("qkv"):
-        share = slice(place * width, (place + 1) * width)
-        kernel, bias = (dataclasses.replace(rule, cut=share) for rule in (DENSE, SAME))
+        cut = slice(place * width, (place + 1) * width)
+        kernel, bias = (dataclasses.replace(rule, cut=cut) for rule in (DENSE, SAME))
         rows += [
             (f"{ours}.{name}.kernel", f"{theirs}.in_proj_weight", kernel),
             (f"{ours}.{name}.bias", f"{theirs}.in_proj_bias", bias),

@@ -10,7 +10,7 @@ from flax import nnx
 from rope_jax.models.description import Preprocessing
 from rope_jax.positions.rotary_models import DinoV3
 from rope_jax.weights.hierarchical import SWIN_DROPPED, swin_rows
-from rope_jax.weights.layouts import DENSE, FREQS, Q_BIAS, SAME, V_BIAS, WINDOW_OFFSETS, rotary_of
+from rope_jax.weights.layouts import DENSE, FREQS, Q_BIAS, SAME, V_BIAS, WINDOW_OFFSETS, find_rotary
 from rope_jax.weights.tables import APE, Row, Table, halves, isotropic, norm
 
 
@@ -28,7 +28,7 @@ def timm(model: nnx.Module) -> Table:
         rows = swin_rows(downsample="layers.{next}.downsample", head="head.fc")
         evaluation = _evaluation(4 * max(model.stages[0].position.stage.grid))
         return Table(rows, "interleaved", evaluation, SWIN_DROPPED)
-    options, rotary = model.options, rotary_of(model.position)
+    options, rotary = model.options, find_rotary(model.position)
     eva = rotary is not None or not options.k_bias
     rows: list[Row] = [
         ("registers", "reg_token", SAME),

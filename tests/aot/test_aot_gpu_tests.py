@@ -31,7 +31,7 @@ def test_programs_of_the_gpu_tests_compile(run, gpus, tmp_path):
 
 def kinds_in_loop(step, operands, gpu, *, in_place, min_bytes=0):
     """Kinds of the launches in a benchmark's loop that move at least `min_bytes`."""
-    loop = _timing.loop_of(step, 4, in_place=in_place)
+    loop = _timing.make_loop(step, 4, in_place=in_place)
     shapes = jax.eval_shape(operands)
     with Choices():
         donate = (0,) if in_place else ()
@@ -51,11 +51,11 @@ def kinds_in_loop(step, operands, gpu, *, in_place, min_bytes=0):
 )
 def test_benchmark_loops_launch_every_layer(name, direction, form, kind, gpus):
     layer, copies = LAYERS[name], 5
-    step = _layers.step_of(layer.pattern, form, direction)
+    step = _layers.make_step(layer.pattern, form, direction)
     operands = functools.partial(_layers.operands, layer, 128, copies)
     kinds = kinds_in_loop(step, operands, gpus[0], in_place=False)
     each = 1 + (direction == "training")
-    assert sum(kind in x for x in kinds) == _timing.steps_of(copies) * each
+    assert sum(kind in x for x in kinds) == _timing.count_steps(copies) * each
     assert "copy" not in kinds
 
 
@@ -65,7 +65,7 @@ def test_rotation_loops_launch_once_per_step(copies, form, gpus):
     """They copy nothing, neither to the start of the loop nor around a kernel."""
     problem = _rotations.Problem(16, 3, 14, 64, direction="backward")
     operands = functools.partial(_rotations.operands, problem, form, copies)
-    step, min_bytes = _rotations.step_of(problem, form), 4 * math.prod(problem.shape)
+    step, min_bytes = _rotations.make_step(problem, form), 4 * math.prod(problem.shape)
     kinds = kinds_in_loop(step, operands, gpus[0], in_place=True, min_bytes=min_bytes)
     kind = "fusion" if form == "xla" else "__gpu$xla.gpu.triton"
-    assert kinds == [kind] * _timing.steps_of(copies)
+    assert kinds == [kind] * _timing.count_steps(copies)

@@ -48,7 +48,7 @@ def check_machine_code(program, implementation, case, copies, sums=0, registers=
     if implementation == "triton":
         rows = case.tokens * case.heads
         sizes = case.batch, rows, case.pairs, case.head_dim, itemsize, case.pairing
-        tile = tile_sizes.spread_tile_of(*sizes)
+        tile = tile_sizes.plan_spread_tile(*sizes)
         pairs = min(pairs, max(1, tile.rows * tile.pairs // tile_sizes.THREADS))
     widest = pairs * itemsize * (1 if case.pairing == "half" else 2)
     if implementation == "triton":

@@ -48,14 +48,16 @@ def test_different_models_are_not_compared(tmp_path):
 def test_ratios_compare_times_within_a_turn():
     (_, library_cells), (_, peer_cells) = [
         (row[0], row[1:])
-        for row in cpu.rows_of({cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]})
+        for row in cpu.table_rows({cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]})
     ]
     assert library_cells[2] == ""
     assert peer_cells[2] == "1.50 (1.25 to 1.50)"
 
 
 def test_the_peer_has_the_recipes_model_and_optimizer():
-    request = cpu.asked_of_peer(cpu.config_of("digits", ["batch_size=64", "optim.clip_norm=None"]))
+    request = cpu.peer_arguments(
+        cpu.make_config("digits", ["batch_size=64", "optim.clip_norm=None"])
+    )
     assert (request["width"], request["depth"], request["image_size"], request["batch"]) == (
         96,
         4,

@@ -54,7 +54,7 @@ def test_steps_run_in_order_and_are_not_repeated(tmp_path, started_commands):
 
 def test_failed_tests_of_earlier_calls_are_reported(tmp_path, started_commands):
     started_commands.failing = "none"
-    path = tmp_path / f"tests_gpu_{gpu.sources_of_kernels()}.jsonl"
+    path = tmp_path / f"tests_gpu_{gpu.hash_sources()}.jsonl"
     path.write_text(json.dumps({"test": "a", "outcome": "failed"}) + "\n")
     with pytest.raises(SystemExit, match=r"failed: tests of .*jsonl"):
         main(benchmarks, ["gpu", f"--out={tmp_path}"])

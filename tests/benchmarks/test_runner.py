@@ -73,12 +73,12 @@ def test_earlier_results_are_continued_if_settings_match(tmp_path):
     settings = {"turns": 5, "sizes": (1, 2)}
     result = _runner.record("some", settings, rows=[1])
     out.write_text(json.dumps(result))
-    assert _runner.earlier(out, "some", settings)["rows"] == [1]
+    assert _runner.earlier_result(out, "some", settings)["rows"] == [1]
     others = [{"benchmark": "other"}, {"settings": {"turns": 6}}, {"machine": {"device": "x"}}]
     others += [{"versions": result["versions"] | {name: "1"}} for name in ("jax", "kernels")]
     for text in ("half a resu", *(json.dumps(result | other) for other in others)):
         out.write_text(text)
-        assert _runner.earlier(out, "some", settings) == {}
+        assert _runner.earlier_result(out, "some", settings) == {}
 
 
 def test_unexpected_flags_are_refused(capsys):

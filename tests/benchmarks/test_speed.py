@@ -79,11 +79,11 @@ def test_wrong_and_failing_forms_are_excluded():
 @pytest.mark.parametrize("in_place", [True, False])
 def test_every_step_of_a_loop_computes_separately(in_place):
     xs = (jnp.arange(3.0), jnp.arange(3.0, 6.0))
-    loop = _timing.loop_of(lambda x, y: x + y, 3, in_place=in_place)
+    loop = _timing.make_loop(lambda x, y: x + y, 3, in_place=in_place)
     results = jax.jit(loop)(xs, jnp.float32(2))
     rounds = 3 * 2 * 4 // 2 if in_place else 1
     expected = [x + 2 * rounds for x in xs]
-    assert _timing.steps_of(2) == 8
+    assert _timing.count_steps(2) == 8
     np.testing.assert_allclose(results, expected if in_place else expected * 4)
 
 
@@ -91,7 +91,7 @@ def test_a_training_layer_returns_its_gradients():
     layer = LAYERS["vit_s"]
     shapes = jax.eval_shape(lambda: _layers.operands(layer, 1, 1))
     for name, learned in (("xla+rope", {"freqs": shapes[2].shape}), ("xla", {})):
-        step = _layers.step_of(layer.pattern, name, "training")
+        step = _layers.make_step(layer.pattern, name, "training")
         out, (qkv, others) = jax.eval_shape(step, shapes[0][0], *shapes[1:])
         assert (out.shape, qkv.shape) == ((1, 196, 6, 64), (1, 196, 3, 6, 64))
         assert {name: x.shape for name, x in others.items()} == learned
@@ -134,7 +134,7 @@ def test_ratios_compare_with_the_fastest_kernel_of_a_position():
         make_row("a", xla=2.0, triton=4.0, mosaic=1.0),
         make_row("b", xla=3.0),
     ]
-    assert speed.table_of(None, rows)["rows"] == [
+    assert speed.make_table(None, rows)["rows"] == [
         ["a", "xla", 2, pytest.approx(8**0.5), 2.0, 4.0],
         ["a", "cudnn+rope", 1, 2.0, 2.0, 2.0],
     ]
@@ -146,11 +146,11 @@ def test_rotation_tables_show_the_thesis():
         make_row("rotation, 16-32, forward", "2 x 1", xla=9.0, triton=3.0, eager=30.0),
         make_row("rotation, 16-16, forward", "1 x 1", xla=9.0, eager=18.0),
     ]
-    sizes = speed.table_of("A.1", rows)
+    sizes = speed.make_table("A.1", rows)
     assert sizes["columns"] == ["precision", "size", "compiled, us", "fused, us", "eager, us"]
     assert sizes["rows"][0] == ["16-32", "1 x 1", 4.0, 2.0, 30.0]
     assert sizes["rows"][2] == ["16-16", "1 x 1", 9.0, "-", 18.0]
-    speedups = {tuple(x[:2]): x[2:] for x in speed.table_of("A.2", rows)["rows"]}
+    speedups = {tuple(x[:2]): x[2:] for x in speed.make_table("A.2", rows)["rows"]}
     assert speedups["16-32", "eager / fused"] == [2, 12.5, 10.0, 15.0, 1091, 727, 1700]
     assert speedups["16-32", "compiled / fused"][:4] == [2, 2.5, 2.0, 3.0]
     assert speedups["16-16", "eager / compiled"] == [1, 2.0, 2.0, 2.0, 2, -6, 975]
@@ -165,7 +165,7 @@ def test_model_tables_show_the_thesis(table):
         make_row("models, forward", f"{x}, 256 images of 224 px", **times)
         for x in speed.MODELS[table]
     ]
-    table_rows = speed.table_of(table, rows)["rows"]
+    table_rows = speed.make_table(table, rows)["rows"]
     assert len(table_rows) == 3 * len(speed.MODELS[table])
     assert {x[3] for x in table_rows} == {256 / 2e-2}
     if table == "4.4":

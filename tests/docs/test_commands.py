@@ -59,7 +59,7 @@ from rope_jax.tasks.seeds import single
 from rope_jax.training.setup import prepare
 from rope_jax.weights import convert, create, load, own, released
 from rope_jax.weights.files import WeightsFile
-from rope_jax.weights.links import links_of
+from rope_jax.weights.links import link_parameters
 from rope_jax.weights.metadata import Metadata
 from tests.docs import stand_ins
 from tests.models.small import some_slow
@@ -250,9 +250,9 @@ def open_weights(where, name=None, position=None):
         _, model = prepare_run(parse_config(training_words(where)))
     else:
         model = nnx.eval_shape(lambda: create_model(name, position=position))
-    links, _ = links_of(model, own.own(model), own.OWN)
+    links, _ = link_parameters(model, own.own(model), own.OWN)
     shapes = {link.key: (link.slot.shape, np.dtype("float32")) for link in links}
-    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), where)
+    metadata = Metadata.from_json(Metadata.from_model(model, {}).to_json(), where)
     yield WeightsFile(shapes, np.zeros, own.OWN, metadata, where)
 
 
@@ -407,7 +407,7 @@ def measure(package, words):
         patch.setattr(module, "run", functools.wraps(module.run)(note))
         status = _runner.main(importlib.import_module(package), words)
     if module is cpu:
-        prepare_run(cpu.config_of(recorded["recipe"], recorded["flags"]))
+        prepare_run(cpu.make_config(recorded["recipe"], recorded["flags"]))
     elif module is evidence:
         part = PARTS[recorded["flags"][0]]
         for evidence_run in {

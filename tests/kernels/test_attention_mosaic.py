@@ -229,7 +229,7 @@ def test_plan_backward(tokens, head_dim, groups):
     for batch, sets in ((1, 1), (128, 1), (1000, 10), (6, 2)) if groups else ():
         plan = mosaic_backward.plan(task, batch, sets)
         assert plan.groups == plan.blocks == groups
-        assert plan.owned == 1
+        assert plan.blocks_per_group == 1
         assert (plan.chunks - 1) * plan.items < batch // sets <= plan.chunks * plan.items
 
 

@@ -26,8 +26,8 @@ from rope_jax_kernels import (
 from rope_jax_kernels.accuracy import allowed_error, error
 from rope_jax_kernels.arithmetic import cos_sin
 from rope_jax_kernels.attention import plans, triton
-from rope_jax_kernels.attention.task import task_of
-from rope_jax_kernels.tuning.tiles import of_attention
+from rope_jax_kernels.attention.task import make_task
+from rope_jax_kernels.tuning.tiles import attention_tiles
 from tests.kernels.attention_terms import term_sizes
 from tests.kernels.covering import covering
 
@@ -245,7 +245,7 @@ def test_programs_of_several_examples(shift, sums, options, monkeypatch):
     monkeypatch.setattr(plans, "PROGRAMS", 7)
     monkeypatch.setattr(triton, "SUMS", sums)
     options = {"batch": 9, "heads": 1} | options
-    task = functools.partial(task_of, rotation=None, scale=None)
+    task = functools.partial(make_task, rotation=None, scale=None)
     arrays = (jnp.zeros((9, 4, 5, 3, 1, 32)),)
     full_task = task(arrays, pattern=Window((3, 3), shift), bias=None)
     assert plans.plan(full_task, 2, "forward", 9).each == 5  # and four
@@ -272,8 +272,8 @@ def test_closed_gradients_of_several_blocks_use_one_stage(places, capability, mo
         terms = {"pattern": pattern, "rotation": None, "bias": bias, "scale": None}
         sizes = itertools.product((16, 32, 64), (2, 3))
         tiles = [dict.fromkeys(PARTS, (64, columns, 4, stages, 8)) for columns, stages in sizes]
-        for tile in [*map(dict, of_attention(True, {"qkv": qkv} | terms)), *tiles]:
-            task = task_of((qkv,), tile=tuple(tile.items()), **terms)
+        for tile in [*map(dict, attention_tiles(True, {"qkv": qkv} | terms)), *tiles]:
+            task = make_task((qkv,), tile=tuple(tile.items()), **terms)
             launches = [plans.plan(task, qkv.dtype.itemsize, part, 2048) for part in PARTS]
             blocks |= {(x.closed and x.tiles.blocks > 1, x.stages > 1) for x in launches}
     assert (True, False) in blocks

@@ -93,7 +93,7 @@ def test_programs_of_many_batch_items(pairing, interpreted, monkeypatch):
     # Simulates a large problem: two programs, the second with fewer items.
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1, pairing=pairing)
-    assert tile_sizes.tile_of(11, 6, 5, 16, 4, pairing).batch == 8
+    assert tile_sizes.plan_tile(11, 6, 5, 16, 4, pairing).batch == 8
     (cases.check_forward if pairing == "half" else cases.check_gradients)(case, "triton")
 
 
@@ -111,7 +111,7 @@ def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted,
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 1)
     monkeypatch.setattr(tile_sizes, "BYTES_IN_FLIGHT", bytes_in_flight)
     case = Case(batch=19, tokens=49, heads=1, head_dim=32, pairs=8, dtype="bfloat16")
-    tile = tile_sizes.streamed_tile(19, 49, 1, 8, 2, copies=2)
+    tile = tile_sizes.plan_streamed_tile(19, 49, 1, 8, 2, copies=2)
     assert (tile.tokens, tile.batch, tile.slots) == (64, 32, 2 if bytes_in_flight == 0 else 8)
     check(case, "mosaic")
 
@@ -152,7 +152,7 @@ def test_any_shape(data, a_kernel):
     ],
 )
 def test_streamed_tiles(args, expected):
-    tile = tile_sizes.streamed_tile(*args)
+    tile = tile_sizes.plan_streamed_tile(*args)
     assert dataclasses.astuple(tile) == expected
     *_, pairs, itemsize, copies = args
     assert tile.slots * copies * tile.tokens * 2 * pairs * itemsize <= tile_sizes.SHARED_BYTES
@@ -378,8 +378,8 @@ def test_kernels_say_why_they_refuse(name, op, args, reason):
 def test_small_launches_spread_over_multiprocessors(args, tile, spread):
     """Tiles, and their rows in launches that spread over all multiprocessors."""
     tile = tile_sizes.Tile(*tile)
-    assert tile_sizes.tile_of(*args) == tile
-    assert tile_sizes.spread_tile_of(*args) == dataclasses.replace(tile, rows=spread)
+    assert tile_sizes.plan_tile(*args) == tile
+    assert tile_sizes.plan_spread_tile(*args) == dataclasses.replace(tile, rows=spread)
 
 
 CHANGED = functools.partial(dataclasses.replace, FITTING)

@@ -45,7 +45,7 @@ def make_tiles(pattern, grid, rows, columns):
 @functools.cache
 def all_slots(tiles, transposed):
     """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
-    view = tiles.transposed() if transposed else tiles
+    view = tiles.transpose() if transposed else tiles
 
     @jax.jit
     def look_at_all(indices, steps):
@@ -126,6 +126,6 @@ def test_gradients_by_slot_fold_to_entries(case):
 
 @pytest.mark.parametrize("pattern", [Window((32, 32)), Neighborhood((13, 13))])
 def test_bias_lookups_hold_no_indices(pattern):
-    tiles = make_tiles(pattern, (64, 64), 64, 64).transposed()
+    tiles = make_tiles(pattern, (64, 64), 64, 64).transpose()
     bias = jax.ShapeDtypeStruct((2, tiles.entries), "float32")
     assert len(jax.jit(tiles.by_slot).lower(bias).as_text()) < 20_000

@@ -28,9 +28,9 @@ from rope_jax_kernels import (
     tune,
 )
 from rope_jax_kernels.attention import reference
-from rope_jax_kernels.tuning.choices import Choice, Measured, sources_of_kernels
+from rope_jax_kernels.tuning.choices import Choice, Measured, hash_sources
 from rope_jax_kernels.tuning.measure import Trial
-from rope_jax_kernels.tuning.record import key_of
+from rope_jax_kernels.tuning.record import call_key
 from rope_jax_kernels.tuning.tiles import OTHER_TILES
 from tests.kernels.test_dispatch import abstract_mesh
 
@@ -179,7 +179,7 @@ def test_calls_are_recorded_once_with_their_gradients():
     calls = record_calls(jax.grad(jax.checkpoint(f)), X, rotation.freqs)
     assert [(call.op, call.default) for call in calls] == [("rotate", "xla"), ("attention", "xla")]
     assert calls[0].count >= 3
-    assert calls[0].key == key_of("rotate", calls[0].arguments)
+    assert calls[0].key == call_key("rotate", calls[0].arguments)
     assert "rotation=half(float32[5,2],float32[1,2,3]) layout=BLND" in calls[0].key
     # All rotations have gradients of q and k, as the first one turns x itself.
     assert [sorted(call.gradients) for call in calls] == [["k", "q"], ["k", "q", "v"]]
@@ -279,7 +279,7 @@ def test_the_default_reads_cached_and_shipped_choices(tmp_path, monkeypatch, cap
     other.remember()
     path = makes("xla").remember()
     assert Choices.load(path).calls == other.calls | makes("xla").calls
-    name = f"nvidia_h200-jax{jax.__version__}-{sources_of_kernels()}.json"
+    name = f"nvidia_h200-jax{jax.__version__}-{hash_sources()}.json"
     assert path == tmp_path / "kernels" / name
     # The user's own choices come before those that ship.
     makes("triton").save(shipped / name)

@@ -154,15 +154,15 @@ def test_programs_of_many_batch_items(monkeypatch):
     # Simulates a large problem: the second program has fewer items.
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1)
-    assert unpack.tile_of(11, 6, 5, 16, 4, "half").batch == 8
+    assert unpack.plan_tile(11, 6, 5, 16, 4, "half").batch == 8
     test_gradients(case)
 
 
 def test_long_rows_move_in_sequence(monkeypatch):
     case = Case(batch=1, tokens=40, heads=1, head_dim=64, pairs=3)
-    assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 32
+    assert unpack.plan_tile(1, 40, 3, 64, 4, "half").rows == 32
     monkeypatch.setattr(unpack, "BYTES_IN_FLIGHT", 16)
-    assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 8
+    assert unpack.plan_tile(1, 40, 3, 64, 4, "half").rows == 8
     test_unpacking_equals_rotating_the_parts_bit_for_bit(case)
 
 

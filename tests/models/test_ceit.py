@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.layers import BatchNorm, dtypes_of
+from rope_jax.models.layers import BatchNorm, layer_dtypes
 from rope_jax.weights import export_state_dict
 from tests.models.definition import attend, convolve, dense, extract_patches, gelu, mlp, norm, value
 from tests.models.small import make_filled_model, pictures, run
@@ -107,7 +107,7 @@ def test_logits_and_statistics_match_the_definition(train):
 
 def test_statistics_of_bfloat16_are_float32():
     layer, x = (
-        BatchNorm(3, dtypes=dtypes_of(jnp.dtype(jnp.bfloat16))),
+        BatchNorm(3, dtypes=layer_dtypes(jnp.dtype(jnp.bfloat16))),
         100 + pictures(9, 7).astype(jnp.bfloat16),
     )
     assert layer(x, True).dtype == jnp.bfloat16
@@ -121,15 +121,15 @@ def test_one_value_has_no_variance():
     with pytest.raises(
         ValueError, match=r"of shape \(1, 1, 3\) has one value per channel: train with more images"
     ):
-        BatchNorm(3, dtypes=dtypes_of(jnp.dtype(jnp.float32)))(jnp.ones((1, 1, 3)), True)
-    BatchNorm(3, dtypes=dtypes_of(jnp.dtype(jnp.float32)))(jnp.ones((1, 1, 3)), False)
+        BatchNorm(3, dtypes=layer_dtypes(jnp.dtype(jnp.float32)))(jnp.ones((1, 1, 3)), True)
+    BatchNorm(3, dtypes=layer_dtypes(jnp.dtype(jnp.float32)))(jnp.ones((1, 1, 3)), False)
 
 
 # Training
 
 
 def test_statistics_change_in_the_called_module_only():
-    graph, state = nnx.split(BatchNorm(3, dtypes=dtypes_of(jnp.dtype(jnp.float32))))
+    graph, state = nnx.split(BatchNorm(3, dtypes=layer_dtypes(jnp.dtype(jnp.float32))))
     layer = nnx.merge(graph, state)
     jax.grad(lambda x: nnx.merge(graph, state)(x, True).sum())(pictures(2, 2))
     layer(pictures(2, 2), True)

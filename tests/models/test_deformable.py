@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.models.deformable import DeformableAttention, corners_of, gather_sum
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.deformable import DeformableAttention, find_corners, gather_sum
+from rope_jax.models.layers import layer_dtypes
 from tests.models.definition import bilinear
 
 SIZES = [(3, 5), (2, 2)]
@@ -17,7 +17,7 @@ def test_sampled_points_match_the_definition_also_outside_of_maps():
     values = rng.standard_normal((2, TOKENS, 2, 4)).astype(np.float32)
     locations = rng.uniform(-0.3, 1.3, (2, 6, 2, 2, 3, 2)).astype(np.float32)
     weights = rng.uniform(0, 1, (2, 6, 2, 2, 3)).astype(np.float32)
-    read = jax.jit(lambda v, at, w: gather_sum(v, *corners_of(at, w, SIZES)))
+    read = jax.jit(lambda v, at, w: gather_sum(v, *find_corners(at, w, SIZES)))
     sums = np.asarray(read(values, locations, weights))
     starts = np.cumsum([0, *(h * w for h, w in SIZES)])
     for b, q, n in np.ndindex(2, 6, 2):
@@ -40,7 +40,7 @@ def test_gradients_match_finite_differences():
     )
 
     def total(values, locations, weights):
-        return jnp.sin(gather_sum(values, *corners_of(locations, weights, SIZES))).sum()
+        return jnp.sin(gather_sum(values, *find_corners(locations, weights, SIZES))).sum()
 
     arguments = (values, locations, weights)
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arguments)
@@ -57,7 +57,7 @@ def test_gradients_match_finite_differences():
 
 def test_initial_points_lie_in_eight_directions():
     layer = DeformableAttention(
-        16, levels=2, heads=8, points=3, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype("float32"))
+        16, levels=2, heads=8, points=3, rngs=nnx.Rngs(0), dtypes=layer_dtypes(jnp.dtype("float32"))
     )
     offsets = np.asarray(layer.offset.bias[...]).reshape(8, 2, 3, 2)
     steps = [(1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1)]
@@ -70,6 +70,6 @@ def test_initial_points_lie_in_eight_directions():
 
 
 def test_heads_must_divide_the_channels():
-    dtypes = dtypes_of(jnp.dtype("float32"))
+    dtypes = layer_dtypes(jnp.dtype("float32"))
     with pytest.raises(ValueError, match="width=10, which is not divisible by heads=8"):
         DeformableAttention(10, levels=1, heads=8, points=1, rngs=nnx.Rngs(0), dtypes=dtypes)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.models.layers import PatchProjection, dropout, dtypes_of, layer_norm, linear
+from rope_jax.models.layers import PatchProjection, dropout, layer_dtypes, layer_norm, linear
 
 
 def make_layer(kind, dtype):
     """A layer with random parameters, and images for it: many, so that sums are long."""
-    rngs, dtypes = nnx.Rngs(0), dtypes_of(jnp.dtype(dtype))
+    rngs, dtypes = nnx.Rngs(0), layer_dtypes(jnp.dtype(dtype))
     layer = (
         PatchProjection(4, 8, rngs=rngs, dtypes=dtypes)
         if kind == "patches"
@@ -57,7 +57,7 @@ def apply_normalized(dtype, params, x, *, apart):
 
     Computed in `dtype`, with parameters of their own dtype.
     """
-    rngs, dtypes = nnx.Rngs(0), dtypes_of(jnp.dtype(dtype))
+    rngs, dtypes = nnx.Rngs(0), layer_dtypes(jnp.dtype(dtype))
     pair = nnx.List(
         [layer_norm(12, 1e-6, rngs=rngs, dtypes=dtypes), linear(12, 8, rngs=rngs, dtypes=dtypes)]
     )

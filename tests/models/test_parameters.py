@@ -11,7 +11,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.heads import create_head
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import layer_dtypes
 from rope_jax.models.necks import FourScales
 from rope_jax.models.pyramid import FeaturePyramid
 from tests.models.small import some_slow
@@ -143,7 +143,7 @@ def neck_maker(channels):
     return lambda: FourScales(channels, rngs=nnx.Rngs(0), dtypes=FLOAT)
 
 
-FLOAT = dtypes_of(jnp.dtype(jnp.float32))
+FLOAT = layer_dtypes(jnp.dtype(jnp.float32))
 # Of UperNet: its channels and width, and parameters without and of its auxiliary head.
 UPERNETS = [
     (768, 768, 67_963_542, 1_808_534),

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.attention import PaddedWindow, window_of
+from rope_jax.models.attention import PaddedWindow, make_window
 from rope_jax.positions import Stage, Terms, create_position
 from rope_jax_kernels import Global
 from tests.models.small import compile_read, pictures, run, small_model, some_slow
@@ -75,7 +75,7 @@ def windowed_attention(x, attn, size, padding, shift, extra=lambda q, dy, dx: 0.
 def test_windowed_attention_matches_the_definition(grid, side, shift, padding):
     model = small_model("vit_s16", "none", dtype=jnp.float64, **WINDOWS, window_size=side)
     attn = model.blocks[0].attn
-    plain = window_of(side, padding)
+    plain = make_window(side, padding)
     pattern = dataclasses.replace(plain, shift=(shift, shift))
     x = np.random.default_rng(0).standard_normal((1, *grid, 48))
     # Terms of the query and the offset; they are not defined for windows that are shifted.
@@ -158,7 +158,7 @@ def coords(text, grid, pattern, **settings):
 
 
 def test_coordinates_within_windows_and_on_the_map():
-    grid, window = (6, 8), window_of(4, "mask")
+    grid, window = (6, 8), make_window(4, "mask")
     map_coords = np.indices(grid).reshape(2, -1).T
     window_coords = np.indices((4, 4)).reshape(2, -1).T
     for text in ("rope2d", "rope_mixed"):  # integers: the trained range in windows

@@ -72,7 +72,7 @@ def test_preprocessing_follows_the_source(name, position, image_size, source, cr
         lambda: rope_jax.create_model(name, position=position, image_size=image_size, **sizes)
     )
     preprocessing = name_table(model, source).preprocessing
-    assert (preprocessing.crop, preprocessing.resized(image_size)) == (crop, resized)
+    assert (preprocessing.crop, preprocessing.short_side(image_size)) == (crop, resized)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from rope_jax_kernels.attention.task import Task
 
 LOG2E = np.float32(np.log2(np.e))
 # Where the running maximum of a row's logits begins; in `mosaic` also the logit of a masked pair.
-# Finite, so that differences with it are no NaN.
+# Finite, so that differences with it are not NaN.
 MASKED = np.float32(-1e30)
 
 
@@ -60,8 +60,8 @@ def exp2(task: Task, x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     return result
 
 
-def kept(arrays: list[Array]) -> list[Array]:
-    """The arrays, as a loop of one round, for those that are used transposed and as they are.
+def keep(arrays: list[Array]) -> list[Array]:
+    """Passes arrays through a loop of one round, if they are used both transposed and as they are.
 
     XLA's pass over Triton's code moves a transpose before the operations that compute its operand,
     which are then done twice, but not before a loop.

@@ -39,8 +39,8 @@ def attend(
     (q, k, v), bias = device.vary_alike((q, k, v), bias)
     padding, lengths = q.shape[1] - tokens, None
     if bias is not None:
-        # cuDNN has no gradient of a bias beside lengths, so here the bias excludes the padding as
-        # keys. As queries it gets a row of zeros, whose softmax is finite.
+        # cuDNN has no gradient of a bias combined with lengths, so here the bias excludes the
+        # padding as keys. As queries it gets a row of zeros, whose softmax is finite.
         bias = jnp.pad(bias[None].astype(q.dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
         excluded = EXCLUDED.get(q.dtype, -jnp.inf)
         bias = jnp.pad(bias, ((0, 0),) * 3 + ((0, padding),), constant_values=excluded)
@@ -88,7 +88,7 @@ def attention_qkv(
     tokens = qkv.shape[1]
     by = {"padding": tokens % 2, "backward": "xla"}
     if rotation is not None:
-        # By name, because this program is one for a GPU already.
+        # By name, because this program is already one for a GPU.
         arguments = {"qkv": qkv, "rotation": rotation} | by
         by["implementation"] = dispatch.resolve("unpack_and_rotate", arguments)
     q, k, v = unpack_and_rotate(qkv, rotation, **by)
@@ -97,7 +97,7 @@ def attention_qkv(
 
 @functools.cache
 def missing() -> str | None:
-    """Why this installation of jax has no cuDNN that serves anything, or None."""
+    """The reason why this installation of jax has no usable cuDNN, or None."""
     x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
     attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     try:
@@ -116,7 +116,7 @@ def refusal(
     bias: Float[Array, "..."] | None,
     scale: object,
 ) -> str | None:
-    """Why cuDNN cannot serve a call with these arguments, or None."""
+    """The reason why cuDNN cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):
         return f"the pattern is {type(pattern).__name__}; only Global is served"
     if reason := refusal_of_call(arrays, None, None, scale, tuple(EXCLUDED)):

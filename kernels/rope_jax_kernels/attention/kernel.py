@@ -1,8 +1,8 @@
 """The common base of the attention kernels: their operands, gradients and operations.
 
 The backward pass needs only the operands, the output, and the logarithm of each query's sum of
-exponentials (lse); `dispatch` has whose it is. Queries and keys are rotated by tables of cosines
-and sines that XLA computes before (`tables`), or by coordinates and frequencies.
+exponentials (lse); `dispatch.BACKWARD` names the implementation. Queries and keys are rotated by
+tables of cosines and sines that XLA computes before (`tables`), or by coordinates and frequencies.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from jaxtyping import Array, Float
 
 from rope_jax_kernels import dispatch
 from rope_jax_kernels.attention.patterns import Pattern
-from rope_jax_kernels.attention.task import Task, task_of
+from rope_jax_kernels.attention.task import Task, make_task
 from rope_jax_kernels.device import (
     DTYPES,
     refusal_of_arrays,
     vary_alike,
     without_symbolic_zeros,
 )
-from rope_jax_kernels.rotary.kernel import named_angles
+from rope_jax_kernels.rotary.kernel import angle_arrays
 from rope_jax_kernels.rotation import Rotation
 
 
 @dataclasses.dataclass(frozen=True)
 @jax.tree_util.register_static
-class Wanted:
-    """The operands, beside the data, whose gradient is wanted."""
+class Needs:
+    """The operands, besides the data, that need a gradient."""
 
     freqs: bool
     bias: bool
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
         data: q, k and v [B, T, heads, D], three times the same array if packed; in a backward pass
             also the output's gradient, lse and the output.
         turning: coords and freqs; in a backward pass cosines and sines of the angles, and coords
-            where the gradient of freqs is wanted. () without rotation.
+            where freqs need a gradient. () without rotation.
         bias: ([N, entries],) or ().
     """
 
@@ -63,8 +63,8 @@ class Kernel:
             more for whole tiles of tokens.
 
     The backward pass is a function of the module that `dispatch.BACKWARD` has for the task:
-    `backward(task, wanted, operands)` computes the gradients of the data, three or a packed one;
-    partial sums of that of freqs, each [_, _, N, A, R], or () where it is not wanted; and that of
+    `backward(task, needs, operands)` computes the gradients of the data, three or a packed one;
+    partial sums of that of freqs, each [_, _, N, A, R], or () where it is not needed; and that of
     the bias, or None.
     """
 
@@ -99,10 +99,10 @@ class Kernel:
     ) -> Float[Array, "B *places N D"]:
         """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
         terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
-        task = task_of(arrays, tile=tile, **terms)
+        task = make_task(arrays, tile=tile, **terms)
         turning = () if rotation is None else (rotation.coords, rotation.freqs)
-        added = () if bias is None else (bias.reshape(task.heads, -1),)
-        out = attend(self, task, Operands(*vary_alike(arrays, turning, added)))
+        biases = () if bias is None else (bias.reshape(task.heads, -1),)
+        out = attend(self, task, Operands(*vary_alike(arrays, turning, biases)))
         return out.reshape(arrays[0].shape[0], *task.places, task.heads, task.head_dim)
 
     def once(self, launch: Callable, *static: Any) -> Callable:
@@ -123,7 +123,7 @@ class Kernel:
 
 
 def views(task: Task, operands: Operands, *others: Array) -> Operands:
-    """The operands with q, k and v [B, T, heads, D], and others behind them, as their data."""
+    """The operands with q, k and v [B, T, heads, D], followed by others, as their data."""
     shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in operands.data]
     return operands._replace(data=(*(shaped * 3 if task.packed else shaped), *others))
 
@@ -158,32 +158,32 @@ def attend_forward(kernel: Kernel, task: Task, operands: Operands) -> tuple[Arra
             f"implementation={kernel.name!r} of attention has no gradient of rotation.coords; use "
             "implementation='xla' for that"
         )
-    wanted = Wanted(
+    needs = Needs(
         freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed
     )
     operands = Operands(*(tuple(x.value for x in group) for group in operands))
     out, lse = kernel.once(kernel.forward, task)(views(task, operands))
-    return out, (operands, out, lse, wanted)
+    return out, (operands, out, lse, needs)
 
 
 def attend_backward(kernel: Kernel, task: Task, residuals: tuple, dout: Any) -> tuple:
     """The gradients of the data, the frequencies and the bias."""
-    operands, out, lse, wanted = residuals
+    operands, out, lse, needs = residuals
     arrays, rotation, bias = operands
     _, dout = vary_alike(arrays, without_symbolic_zeros(dout))  # new zeros do not vary yet
-    turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
+    turning = (*tables(rotation), *(rotation[:1] if needs.freqs else ()))
     inputs = views(task, operands._replace(turning=turning), dout, lse, out)
     backward = dispatch.backward_pass(kernel.name, task)
-    gradients, partial, of_bias = kernel.once(backward, task, wanted)(inputs)
+    gradients, partial, dbias = kernel.once(backward, task, needs)(inputs)
     gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
-    of_rotation = (None,) * len(rotation)
-    if wanted.freqs:
+    drotation = (None,) * len(rotation)
+    if needs.freqs:
         freqs = rotation[1]
         dfreqs = sum(x.sum((0, 1)) for x in partial)
         dfreqs = dfreqs.sum(0, keepdims=True) if freqs.shape[0] == 1 else dfreqs
-        of_rotation = None, dfreqs.astype(freqs.dtype)
-    of_bias = (of_bias.astype(bias[0].dtype),) if wanted.bias else (None,) * len(bias)
-    return (Operands(gradients, of_rotation, of_bias),)
+        drotation = None, dfreqs.astype(freqs.dtype)
+    dbias = (dbias.astype(bias[0].dtype),) if needs.bias else (None,) * len(bias)
+    return (Operands(gradients, drotation, dbias),)
 
 
 attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
@@ -196,7 +196,7 @@ def refusal_of_call(
     scale: Any,
     dtypes: Sequence = DTYPES,
 ) -> str | None:
-    """Why no kernel for q, k and v of these dtypes can serve a call, or None.
+    """The reason why no kernel for q, k and v of these dtypes can serve a call, or None.
 
     Args:
         arrays: q, k and v, or qkv.
@@ -209,6 +209,6 @@ def refusal_of_call(
         )
     if not isinstance(scale, numbers.Real | None):
         return "scale is an array; numbers are served"
-    others = {} if rotation is None else named_angles(rotation)
+    others = {} if rotation is None else angle_arrays(rotation)
     others |= {} if bias is None else {"bias": bias}
     return refusal_of_arrays(arrays, dtypes) or refusal_of_arrays(others)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
-from rope_jax_kernels.attention.kernel import Kernel, Operands, Wanted, refusal_of_call
+from rope_jax_kernels.attention.kernel import Kernel, Needs, Operands, refusal_of_call
 from rope_jax_kernels.attention.patterns import Global, Pattern
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.rotation import Rotation
@@ -30,13 +30,13 @@ def forward(
 
 
 def serves_backward(task: Task) -> bool:
-    """Whether `backward` serves this number of tokens."""
+    """True if `backward` serves this number of tokens."""
     from rope_jax_kernels.attention import mosaic_backward
 
     return mosaic_backward.serves(task)
 
 
-def backward(task: Task, wanted: Wanted, operands: Operands) -> tuple[tuple, tuple, Array | None]:
+def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
     """The backward pass of `Kernel`; there is no bias."""
     from rope_jax_kernels.attention import mosaic_launch
 
@@ -56,7 +56,7 @@ def refusal(
     bias: Float[Array, "..."] | None,
     scale: Any,
 ) -> str | None:
-    """Why this kernel cannot serve a call with these arguments, or None."""
+    """The reason why this kernel cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):
         return f"the pattern is {type(pattern).__name__}; only Global is served"
     if bias is not None:

@@ -16,8 +16,8 @@ next example's output.
 
 Registers are what limits the kernel: 128 for each of 512 threads, of which the sums take 64. So
 rows are in pieces of 32 channels, which lets products take 32 queries at a time, and numbers that
-pass `opaque` hide from the compiler that addresses are the same in each round of a loop: it would
-keep them all.
+pass `opaque` hide from the compiler that addresses are the same in each round of a loop; otherwise
+it would keep them all.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from rope_jax_kernels.attention.mosaic_kernel import (
     ROWS,
     TILE,
     add_products,
-    joined,
+    join,
     load_rows,
     product,
     store_rows,
@@ -55,7 +55,7 @@ opaque = jax.lax.optimization_barrier
 
 
 def serves(task: Task) -> bool:
-    """Whether a program can hold a head's tokens: 256, or 128 in heads of 128."""
+    """True if a program can hold a head's tokens: 256, or 128 in heads of 128."""
     return task.tokens <= ROWS * MOST_GROUPS[task.head_dim]
 
 
@@ -78,7 +78,7 @@ class Plan:
     pieces: int
 
     @property
-    def owned(self) -> int:
+    def blocks_per_group(self) -> int:
         """Blocks that a warpgroup owns."""
         return self.blocks // self.groups
 
@@ -88,7 +88,7 @@ def plan(task: Task, batch: int, sets: int) -> Plan:
     blocks = pl.cdiv(task.tokens, ROWS)
     most = mosaic_kernel.MOST_INTERPRETED if task.interpret else blocks
     groups = max(n for n in range(1, most + 1) if blocks % n == 0)
-    items = mosaic_kernel.items_of(task.heads * sets, batch // sets)
+    items = mosaic_kernel.items_per_program(task.heads * sets, batch // sets)
     return Plan(blocks, groups, items, pl.cdiv(batch // sets, items), task.head_dim // WIDTH)
 
 
@@ -105,7 +105,7 @@ class Program:
         task: the problem.
         plan: its programs.
         rotated: whether q and k turn.
-        summed: whether the gradient of the angles is wanted.
+        summed: whether to sum the gradient of the angles.
     """
 
     def __init__(self, refs: tuple, *, task: Task, plan: Plan, rotated: bool, summed: bool):
@@ -118,10 +118,10 @@ class Program:
         self.targets = targets * 3 if task.packed else targets
         self.sums = take() if summed else None
         # Of q, k, v, the output's gradient, the output: for the copy engine and the matrix units.
-        held = [take() for _ in range(4)]
+        buffers = [take() for _ in range(4)]
         shared = (take(), take()) if task.interpret else take()
-        self.dlogits, held = shared[0], [*held, shared[1] if task.interpret else shared[1:]]
-        self.rows = [(ref, ref) if task.interpret else tuple(ref) for ref in held]
+        self.dlogits, buffers = shared[0], [*buffers, shared[1] if task.interpret else shared[1:]]
+        self.rows = [(ref, ref) if task.interpret else tuple(ref) for ref in buffers]
         self.held_lse, self.delta, self.ready, self.meeting = (take() for _ in range(4))
         self.group = jax.lax.axis_index("group")
         # Programs that run together touch neighbouring memory: heads run fastest.
@@ -132,21 +132,21 @@ class Program:
         self.first = self.set * in_set + self.chunk * plan.items
         self.items = jnp.minimum(plan.items, in_set - self.chunk * plan.items)
 
-    def own(self) -> list[Array]:
+    def own_blocks(self) -> list[Array]:
         """The blocks of this warpgroup."""
-        first = opaque(self.group * self.plan.owned)
-        return [first + i for i in range(self.plan.owned)]
+        first = opaque(self.group * self.plan.blocks_per_group)
+        return [first + i for i in range(self.plan.blocks_per_group)]
 
-    def place(self, which: int, item: Array, block: Array, piece: int) -> tuple:
+    def place(self, operand: int, item: Array, block: Array, piece: int) -> tuple:
         """A piece of a block in q, k, v, the output's gradient or the output (0 to 4)."""
-        head = opaque(self.head) + (*self.task.offsets(), 0, 0)[which]
+        head = opaque(self.head) + (*self.task.offsets(), 0, 0)[operand]
         return item, pl.ds(block * ROWS, ROWS), head, pl.ds(piece * WIDTH, WIDTH)
 
-    def fetch(self, which: int, i: Array | int, block: Array) -> None:
+    def fetch(self, operand: int, i: Array | int, block: Array) -> None:
         """Starts the copy of a block of rows of the i-th example."""
         for piece in range(self.plan.pieces):
-            source = self.sources[which].at[self.place(which, self.first + i, block, piece)]
-            slot = self.rows[which][0].at[block, piece]
+            source = self.sources[operand].at[self.place(operand, self.first + i, block, piece)]
+            slot = self.rows[operand][0].at[block, piece]
             plgpu.copy_gmem_to_smem(source, slot, self.ready.at[block])
 
     def fetch_gradient(self, i: Array | int, block: Array) -> None:
@@ -155,13 +155,13 @@ class Program:
         source = self.lse.at[self.first + i, self.head, pl.ds(block * ROWS, ROWS)]
         plgpu.copy_gmem_to_smem(source, self.held_lse.at[block], self.ready.at[block])
 
-    def write(self, which: int, i: Array, block: Array, x: Float[Array, "64 D"]) -> None:
-        """Puts the gradient of q, k or v in the place of its rows and starts its copy out."""
-        store_rows(self.rows[which][1].at[block], x)
+    def write(self, operand: int, i: Array, block: Array, x: Float[Array, "64 D"]) -> None:
+        """Replaces the rows of q, k or v by their gradient and starts copying it out."""
+        store_rows(self.rows[operand][1].at[block], x)
         plgpu.commit_smem()
         for piece in range(self.plan.pieces):
-            target = self.targets[which].at[self.place(which, self.first + i, block, piece)]
-            plgpu.copy_smem_to_gmem(self.rows[which][0].at[block, piece], target)
+            target = self.targets[operand].at[self.place(operand, self.first + i, block, piece)]
+            plgpu.copy_smem_to_gmem(self.rows[operand][0].at[block, piece], target)
 
     def meet(self) -> None:
         """Waits for all warpgroups, which then see what the others wrote to shared memory."""
@@ -175,10 +175,10 @@ class Program:
         places = [(self.set, head, tokens, pl.ds(i, CHUNK)) for i in (pair, self.task.pairs + pair)]
         return [plgpu.load(self.table.at[x], layout=TILE, optimized=False) for x in places]
 
-    def turned(
+    def turn(
         self, rows: list[Float[Array, "64 D"]], block: Array, *, back: bool = False
     ) -> list[Float[Array, "64 D"]]:
-        """Rows of a block, turned (or turned back) and rounded once, to the data's dtype."""
+        """Turns rows of a block (or turns them back) and rounds them once, to the data's dtype."""
         pairs, dtype = self.task.pairs, self.sources[0].dtype
         members = [([], []) for _ in rows]
         for pair in range(0, pairs, CHUNK):
@@ -194,22 +194,22 @@ class Program:
         if 2 * pairs < self.task.head_dim:
             for x, (_, second) in zip(rows, members, strict=True):
                 second.append(x[:, 2 * pairs :].astype(dtype))
-        return [joined([*first, *second]) for first, second in members]
+        return [join([*first, *second]) for first, second in members]
 
     def add_angles(
-        self, which: int, block: Array, gradient: Float[Array, "64 D"], *, begins: Any
+        self, operand: int, block: Array, gradient: Float[Array, "64 D"], *, begins: Any
     ) -> None:
-        """Adds the gradient of a block's angles to this program's sums, or begins these.
+        """Adds the gradient of a block's angles to this program's sums, or starts the sums.
 
-        Computed from the turned queries or keys (0 or 1) and their gradient. Each thread adds to
-        its own numbers.
+        Computed from the turned queries or keys (0 or 1) and their gradient. No two threads add to
+        the same number.
         """
         for pair in range(0, self.task.pairs, CHUNK) if self.sums is not None else ():
             block = opaque(block)
             members = []
             for first in (pair, self.task.pairs + pair):
                 piece, start = divmod(first, WIDTH)
-                x = plgpu.load(self.rows[which][1].at[block, piece], layout=TILE)
+                x = plgpu.load(self.rows[operand][1].at[block, piece], layout=TILE)
                 x = x[:, start : start + CHUNK].astype(jnp.float32)
                 members.append((x, gradient[:, first : first + CHUNK]))
             (a, da), (b, db) = members
@@ -220,17 +220,17 @@ class Program:
             store(total, total_now, interpret=self.task.interpret)
 
     def prepare(self, block: Array) -> None:
-        """Delta of a block's queries, and turned queries and keys."""
+        """Computes delta of a block's queries, and turns its queries and keys."""
         out, dout = (
-            load_rows(self.rows[which][1].at[block]).astype(jnp.float32) for which in (4, 3)
+            load_rows(self.rows[operand][1].at[block]).astype(jnp.float32) for operand in (4, 3)
         )
         self.delta.at[block][...] = jnp.sum(out * dout, axis=1)
         if self.table is not None:
-            turned = self.turned(
-                [load_rows(self.rows[which][1].at[block]) for which in (0, 1)], block
+            turned = self.turn(
+                [load_rows(self.rows[operand][1].at[block]) for operand in (0, 1)], block
             )
-            for which, x in enumerate(turned):
-                store_rows(self.rows[which][1].at[block], x)
+            for operand, x in enumerate(turned):
+                store_rows(self.rows[operand][1].at[block], x)
 
     def products(
         self, pairs: list[tuple[int, int]], keys: Array, queries: Array, half: Any
@@ -258,7 +258,7 @@ class Program:
             (sums,) = add_products(self.task, [sums], [(dlogits, self.rows[1][1].at[block])])
             return sums
 
-        return joined(repeat(self.plan.blocks, body, self.zeros()))
+        return join(repeat(self.plan.blocks, body, self.zeros()))
 
     def zeros(self) -> list[Float[Array, "64 32"]]:
         """The pieces of a sum before its first term."""
@@ -275,19 +275,19 @@ class Program:
         def body(number: Array, sums: list) -> list:
             half, here = pl.ds(number * WIDTH, WIDTH), opaque(keys)
 
-            def of_query(ref: Any) -> Float[Array, "64 32"]:
+            def spread_by_query(ref: Any) -> Float[Array, "64 32"]:
                 x = plgpu.load(ref.at[queries, half], layout=COLUMN, optimized=False)
                 return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, WIDTH), (1,)), TILE)
 
             logits, dweights = self.products([(1, 0), (2, 3)], here, queries, half)
-            logits = logits * np.float32(self.task.scale * LOG2E) - of_query(self.held_lse)
+            logits = logits * np.float32(self.task.scale * LOG2E) - spread_by_query(self.held_lse)
             if self.task.tokens % ROWS:
-                # Of keys past the last token, which are zeros: any weight will do whose product
-                # with delta is finite. Others are at most one.
+                # For keys past the last token, which are zeros, any weight will do whose product
+                # with delta is finite. All other weights are at most one.
                 logits = jnp.minimum(logits, 0)
             weights = jnp.exp2(logits)
-            dlogits = (weights * (dweights - of_query(self.delta))).astype(dtype)
-            dout, q = (self.rows[which][1].at[queries] for which in (3, 0))
+            dlogits = (weights * (dweights - spread_by_query(self.delta))).astype(dtype)
+            dout, q = (self.rows[operand][1].at[queries] for operand in (3, 0))
             terms = [(weights.astype(dtype), dout), (dlogits, q)]
             sums = add_products(self.task, sums, terms, half)
             self.dlogits.at[slot, here, :, half][...] = dlogits
@@ -296,21 +296,21 @@ class Program:
         return repeat(ROWS // WIDTH, body, sums)
 
     def finish_queries(self, i: Array, block: Array, slot: Array) -> None:
-        """The gradient of a block of queries; fetches what nobody reads any more."""
+        """Writes the gradient of a block of queries; refills what is no longer read."""
         block = opaque(block)
         dq = self.query_products(slot) * np.float32(self.task.scale)
         self.add_angles(0, block, dq, begins=i == 0)
-        self.write(0, i, block, *self.turned([dq], block, back=True))
+        self.write(0, i, block, *self.turn([dq], block, back=True))
 
         @pl.when(i + 1 < self.items)
         def _next() -> None:
             self.fetch_gradient(i + 1, block)
 
     def example(self, i: Array) -> None:
-        """All gradients of the i-th example."""
+        """Computes all gradients of the i-th example."""
         for block in range(self.plan.blocks):
             plgpu.barrier_wait(self.ready.at[block])
-        for block in self.own():
+        for block in self.own_blocks():
             self.prepare(block)
         self.meet()
 
@@ -318,37 +318,37 @@ class Program:
             _, slot = divide(queries, SLOTS)
             carry = [
                 self.step(queries, slot, keys, sums)
-                for keys, sums in zip(self.own(), carry, strict=True)
+                for keys, sums in zip(self.own_blocks(), carry, strict=True)
             ]
             self.meet()
-            owner, _ = divide(queries, self.plan.owned)
+            owner, _ = divide(queries, self.plan.blocks_per_group)
             pl.when(owner == self.group)(functools.partial(self.finish_queries, i, queries, slot))
             return carry
 
-        carry = [[self.zeros(), self.zeros()] for _ in self.own()]
+        carry = [[self.zeros(), self.zeros()] for _ in self.own_blocks()]
         if self.plan.blocks == 1:
             carry = body(jnp.int32(0), carry)
         else:
             carry = repeat(self.plan.blocks, body, carry)
         self.meet()  # the keys have been read
-        for block, (dv, dk) in zip(self.own(), carry, strict=True):
-            self.write(2, i, block, joined(dv).astype(self.sources[2].dtype))
-            dk = joined(dk) * np.float32(self.task.scale)
+        for block, (dv, dk) in zip(self.own_blocks(), carry, strict=True):
+            self.write(2, i, block, join(dv).astype(self.sources[2].dtype))
+            dk = join(dk) * np.float32(self.task.scale)
             self.add_angles(1, block, dk, begins=False)
-            self.write(1, i, block, *self.turned([dk], block, back=True))
+            self.write(1, i, block, *self.turn([dk], block, back=True))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(i + 1 < self.items)
         def _next() -> None:
-            for block in self.own():
-                for which in (0, 1, 2, 4):
-                    self.fetch(which, i + 1, block)
+            for block in self.own_blocks():
+                for operand in (0, 1, 2, 4):
+                    self.fetch(operand, i + 1, block)
 
     def run(self) -> None:
         """Computes all examples of the program."""
-        for block in self.own():
-            for which in (0, 1, 2, 4):
-                self.fetch(which, 0, block)
+        for block in self.own_blocks():
+            for operand in (0, 1, 2, 4):
+                self.fetch(operand, 0, block)
             self.fetch_gradient(0, block)
 
         @pl.loop(0, self.items)

@@ -3,7 +3,7 @@
 A program owns one head and a tile of queries, 64 for each of its warpgroups, of several successive
 examples. The copy engine (TMA) loads queries, keys and values directly from the projection, with
 zeros past the last token. Keys are loaded in stages of 64 for each warpgroup: each warpgroup turns
-its share in registers and stores it for all the others. Turned queries stay in registers. Logits,
+its part in registers and stores it for all the others. Turned queries stay in registers. Logits,
 online softmax (FlashAttention, arXiv 2205.14135) and sums are float32.
 
 While one stage is computed, the engine loads the next, of the same example or the next one.
@@ -30,8 +30,8 @@ ROWS = 64  # of a tile: of the matrix instructions of one warpgroup
 WIDEST = 64  # channels of a piece of a row, 128 bytes: the widest swizzle of shared memory
 # Most warpgroups of a program, by head dimension: a multiprocessor has 65,536 registers.
 MOST_GROUPS = {32: 4, 64: 4, 128: 2}
-# Interpreted warpgroups are threads that are compiled when they start. They deadlock where other
-# parts of the program hold all threads of the machine; with one warpgroup there is no such thread.
+# Interpreted warpgroups are threads that are compiled when they start. They deadlock if other parts
+# of the program hold all threads of the machine; with one warpgroup there is no such thread.
 MOST_INTERPRETED = 1
 MOST_ITEMS = 8  # examples of one program
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -70,15 +70,15 @@ def plan(task: Task, batch: int) -> Plan:
     padded = {n: pl.cdiv(blocks, n) * n for n in range(1, most + 1)}
     groups = max(n for n, total in padded.items() if 8 * total <= 9 * min(padded.values()))
     tiles = padded[groups] // groups
-    items = items_of(task.heads * tiles, batch)
+    items = items_per_program(task.heads * tiles, batch)
     width = min(WIDEST, task.head_dim)
     return Plan(groups, tiles, blocks, items, min(2, items * tiles), task.head_dim // width, width)
 
 
-def items_of(programs: int, batch: int) -> int:
+def items_per_program(programs: int, batch: int) -> int:
     """Examples of a program, of `programs` that each example needs.
 
-    As many as keep all multiprocessors equally busy, counting half an example's time for start-up.
+    Chosen to keep all multiprocessors equally busy, counting half an example's time for start-up.
     """
 
     def cost(items: int) -> float:
@@ -87,14 +87,14 @@ def items_of(programs: int, batch: int) -> int:
     return min(range(1, min(MOST_ITEMS, batch) + 1), key=cost)
 
 
-def joined(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:
-    """Pieces of rows, side by side."""
+def join(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:
+    """Joins pieces of rows side by side."""
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
 
 def load_rows(ref: Any) -> Float[Array, "64 D"]:
-    """The rows of a tile of pieces [P, 64, width], for the matrix units."""
-    return joined([plgpu.load(ref.at[i], layout=TILE) for i in range(ref.shape[0])])
+    """Loads the rows of a tile of pieces [P, 64, width], for the matrix units."""
+    return join([plgpu.load(ref.at[i], layout=TILE) for i in range(ref.shape[0])])
 
 
 def store_rows(ref: Any, x: Float[Array, "64 D"]) -> None:
@@ -109,11 +109,11 @@ def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"]) -> Float[Array, "_ _
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def logits_of(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "64 64"]:
+def compute_logits(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "64 64"]:
     """Products of turned queries and the turned keys of one block, pieces [P, 64, width]."""
     pieces, _, width = k_ref.shape
     if task.interpret:  # interpret mode has no matrix instruction with an operand in registers
-        return product(q, joined([k_ref[i] for i in range(pieces)]).T)
+        return product(q, join([k_ref[i] for i in range(pieces)]).T)
 
     def multiply(total: Any) -> Array:
         for i in range(pieces):
@@ -124,26 +124,26 @@ def logits_of(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "
 
 
 def add_products(
-    task: Task, sums: list[list[Array]], terms: list[tuple[Any, Any]], some: Any = slice(None)
+    task: Task, sums: list[list[Array]], terms: list[tuple[Any, Any]], rows: Any = slice(None)
 ) -> list[list[Float[Array, "64 width"]]]:
     """Adds the product of a term to each sum.
 
-    Args:
-        task: the problem.
-        sums: each in pieces [64, width].
-        terms: (a, b), where a [64, _] is in registers or a ref, and b a ref of pieces of rows.
-        some: which rows of b are multiplied.
+        Args:
+            task: the problem.
+            sums: each in pieces [64, width].
+            terms: (a, b), where a [64, _] is in registers or a ref, and b a ref of pieces of rows.
+    rows: of b, which are multiplied.
     """
     if task.interpret:
         return [
-            [x + product(a[...], b[i, some]) for i, x in enumerate(pieces)]
+            [x + product(a[...], b[i, rows]) for i, x in enumerate(pieces)]
             for pieces, (a, b) in zip(sums, terms, strict=True)
         ]
 
     def multiply(totals: list) -> None:
         for pieces, (a, b) in zip(totals, terms, strict=True):
             for i, total in enumerate(pieces):
-                plgpu.wgmma(total, a, b.at[i, some])
+                plgpu.wgmma(total, a, b.at[i, rows])
 
     return pl.run_state(multiply)([[plgpu.ACC.init(x) for x in pieces] for pieces in sums])
 
@@ -188,11 +188,13 @@ class Program:
             place = (item, pl.ds(token, ROWS), head, pl.ds(i * self.plan.width, self.plan.width))
             plgpu.copy_gmem_to_smem(self.sources[source].at[place], slot.at[i], ready)
 
-    def fetch_coords(self, item: Array, token: Array, which: int, place: tuple, ready: Any) -> None:
+    def fetch_coords(
+        self, item: Array, token: Array, operand: int, place: tuple, ready: Any
+    ) -> None:
         """Starts the copy of the coordinates of a tile of queries or keys (0, 1), if they turn."""
         if self.coords is None:
             return
-        slot = self.places[which].at[place]
+        slot = self.places[operand].at[place]
         sets, axes = self.freqs.shape[0], self.freqs.shape[2]
         if sets > 1:
             token = divide(item, self.sources[0].shape[0] // sets)[0] * self.task.tokens + token
@@ -200,7 +202,7 @@ class Program:
             plgpu.copy_gmem_to_smem(self.coords.at[pl.ds(token, ROWS)], slot, ready)
         else:
             # As one long row, because the engine rejects rows that are not a multiple of 16 bytes.
-            # Of data read after the last token (zeros or the next set) nothing is kept.
+            # Data read after the last token (zeros or the next set) is discarded.
             for i in range(axes):
                 part = pl.ds(token * axes + i * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(self.coords.at[part], slot.at[pl.ds(i * ROWS, ROWS)], ready)
@@ -213,7 +215,7 @@ class Program:
             self.fetch_coords(self.first + i, self.token, 0, (self.group,), ready)
 
     def fetch_keys(self, step: Array | int) -> None:
-        """Starts the copies of this warpgroup's share of a stage of keys and values.
+        """Starts the copies of this warpgroup's part of a stage of keys and values.
 
         Steps count the stages of all examples.
         """
@@ -227,31 +229,31 @@ class Program:
         self.fetch_coords(self.first + i, token, 1, (slot, self.group), ready)
         self.fetch(2, self.first + i, token, self.v[0].at[slot, self.group], self.v_ready.at[slot])
 
-    def angles(self, item: Array, which: int, place: tuple) -> tuple[Array, Array] | None:
+    def angles(self, item: Array, operand: int, place: tuple) -> tuple[Array, Array] | None:
         """Cosine and sine, [64, R], of the angles of a tile whose coordinates have been loaded."""
         if self.coords is None:
             return None
         sets, heads, axes, pairs = self.freqs.shape
-        the_set = divide(item, self.sources[0].shape[0] // sets)[0] if sets > 1 else 0
-        slot = self.places[which].at[place]
+        set_index = divide(item, self.sources[0].shape[0] // sets)[0] if sets > 1 else 0
+        slot = self.places[operand].at[place]
         slot = slot if self.task.interpret else slot.reshape(ROWS, axes)
-        place = the_set, self.head if heads > 1 else 0
+        place = set_index, self.head if heads > 1 else 0
         theta = mosaic.angles(slot, self.freqs, place, (ROWS, pairs), (TILE, ROW, COLUMN))
         return mosaic.turns(theta)
 
-    def load_turned(self, ref: Any, angles: tuple | None) -> Float[Array, "64 D"]:
-        """The rows of a tile of queries or keys [P, 64, width], turned and rounded once."""
+    def load_and_turn(self, ref: Any, angles: tuple | None) -> Float[Array, "64 D"]:
+        """Loads a tile of queries or keys [P, 64, width], turns it and rounds it once."""
         x = load_rows(ref)
         if angles is None:
             return x
         (cos, sin), pairs = angles, self.task.pairs
         a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
         turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-        rest = [x[:, 2 * pairs :]] if 2 * pairs < self.task.head_dim else []
-        return joined([*turned, *rest])
+        others = [x[:, 2 * pairs :]] if 2 * pairs < self.task.head_dim else []
+        return join([*turned, *others])
 
     def turn_keys(self, item: Array, step: Array) -> tuple[Array, Array] | None:
-        """Turns this warpgroup's share of a stage, waits for the others, and returns the angles."""
+        """Turns this warpgroup's part of a stage, waits for the others, and returns the angles."""
         slot = divide(step, self.plan.slots)[1]
         if self.coords is not None:
             plgpu.barrier_wait(self.k_ready.at[slot, self.group])
@@ -261,7 +263,7 @@ class Program:
         angles = self.angles(item, 1, (slot, self.group))
         if angles is not None:
             keys = self.k[1].at[slot, self.group]
-            store_rows(keys, self.load_turned(keys, angles))
+            store_rows(keys, self.load_and_turn(keys, angles))
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.turned)
         plgpu.barrier_wait(self.turned)
@@ -277,7 +279,7 @@ class Program:
     def attend(self, q: Array, slot: Array, place: Array, block: Array, carry: tuple) -> tuple:
         """Adds the block-th block of keys, at a place of a slot, to the online softmax."""
         top, total, out = carry
-        logits = logits_of(self.task, q, self.k[1].at[slot, place])
+        logits = compute_logits(self.task, q, self.k[1].at[slot, place])
         logits *= np.float32(self.task.scale * LOG2E)
         if self.task.tokens % ROWS:
             key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=TILE)
@@ -308,14 +310,14 @@ class Program:
         return mosaic.repeat(count, body, carry)
 
     def attend_example(self, i: Array) -> None:
-        """Attention of this warpgroup's queries of the i-th example."""
+        """Computes the attention of this warpgroup's queries of the i-th example."""
         item, tiles = self.first + i, self.plan.tiles
         queries = self.q[1].at[self.group]
         plgpu.barrier_wait(self.q_ready.at[self.group])
         if tiles > 1:
-            q = self.load_turned(queries, self.angles(item, 0, (self.group,)))
+            q = self.load_and_turn(queries, self.angles(item, 0, (self.group,)))
         else:
-            q = self.load_turned(queries, self.turn_keys(item, i))  # the same tokens
+            q = self.load_and_turn(queries, self.turn_keys(item, i))  # the same tokens
 
         @pl.when(i + 1 < self.items)
         def _next() -> None:
@@ -328,7 +330,7 @@ class Program:
         out = [full((ROWS, self.plan.width), 0, TILE) for _ in range(self.plan.pieces)]
         carry = full((ROWS,), MASKED, ROW), full((ROWS,), 0, ROW), out
 
-        def stage_of(stage: Array, carry: tuple) -> tuple:
+        def body(stage: Array, carry: tuple) -> tuple:
             step = i * tiles + stage
             self.turn_keys(item, step)
             return self.attend_stage(q, stage, step, carry)
@@ -336,7 +338,7 @@ class Program:
         if tiles == 1:
             carry = self.attend_stage(q, 0, i, carry)
         else:
-            carry = mosaic.repeat(tiles, stage_of, carry)
+            carry = mosaic.repeat(tiles, body, carry)
         top, total, out = carry
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous example
         spread = jax.lax.broadcast_in_dim(1 / total, out[0].shape, (0,))

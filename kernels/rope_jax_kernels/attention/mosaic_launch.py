@@ -31,24 +31,24 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
     """Gradients of q, k and v, packed as these are, and of freqs.
 
     Args:
-        task: which `mosaic_backward.serves`.
+        task: one that `mosaic_backward.serves`.
         arrays: q, k and v [B, L, heads, D], the output's gradient, the output, and lse.
         tables: (cosines, sines) [N or 1, L, R], or () where nothing turns.
-        coords: ([L, A],), or () where no gradient of freqs is wanted.
+        coords: ([L, A],), or () where freqs need no gradient.
 
     Returns:
-        The gradients, and () or that of freqs [1, 1, N, A, R], for each head also where heads share
+        The gradients, and () or that of freqs [1, 1, N, A, R], for each head even where heads share
         them.
     """
     table = ()
     if tables:
-        both, missing = jnp.concatenate(tables, axis=2), -task.tokens % ROWS
-        table = (jnp.pad(both, ((0, 0), (0, missing), (0, 0)))[None],)
+        cos_sin, missing = jnp.concatenate(tables, axis=2), -task.tokens % ROWS
+        table = (jnp.pad(cos_sin, ((0, 0), (0, missing), (0, 0)))[None],)
     run = functools.partial(launch_backward, task, bool(coords))
-    found = in_sets(run, arrays, table, apart=bool(coords))
+    results = in_sets(run, arrays, table, apart=bool(coords))
     if not coords:
-        return found, ()
-    *gradients, sums = found
+        return results, ()
+    *gradients, sums = results
     dtheta = sums.sum((0, 1))[:, None, : task.tokens]
     by_axis = coords[0].astype(jnp.float32).T[None, :, :, None] * dtheta
     return tuple(gradients), (by_axis.sum(2)[None, None],)
@@ -75,10 +75,10 @@ def in_sets(
     def _run_batched(
         size: int, is_batched: Any, arrays: tuple, rotation: tuple
     ) -> tuple[tuple, tuple]:
-        of_arrays, of_rotation = is_batched
-        if any(of_rotation) or any(x.shape[0] > 1 for x in rotation) or apart:
-            rotation = merge_mapped(size, rotation, of_rotation)
-        arrays = merge_mapped(size, arrays, of_arrays)
+        arrays_batched, rotation_batched = is_batched
+        if any(rotation_batched) or any(x.shape[0] > 1 for x in rotation) or apart:
+            rotation = merge_mapped(size, rotation, rotation_batched)
+        arrays = merge_mapped(size, arrays, arrays_batched)
         out = in_sets(launch, arrays, rotation, apart=apart)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
@@ -101,10 +101,10 @@ def launch(
         coords, freqs = (x.astype(jnp.float32) for x in rotation)
         axes = coords.shape[-1]
         copies = 1 if task.interpret else axes
-        held = (ROWS, axes) if task.interpret else (ROWS * axes,)
+        coords_shape = (ROWS, axes) if task.interpret else (ROWS * axes,)
         scratch += [
-            plgpu.SMEM((groups, *held), jnp.float32),
-            plgpu.SMEM((slots, groups, *held), jnp.float32),
+            plgpu.SMEM((groups, *coords_shape), jnp.float32),
+            plgpu.SMEM((slots, groups, *coords_shape), jnp.float32),
         ]
         rotation = (coords.reshape((-1, axes) if task.interpret else -1), freqs)
     query_copies = cut.pieces + (copies if cut.tiles > 1 else 0)
@@ -124,10 +124,10 @@ def launch(
     return vary_alike(arrays, tuple(run(*arrays, *rotation)))[1]
 
 
-def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tuple:
-    """The gradients of the arrays and where wanted of the angles, for `in_sets`.
+def launch_backward(task: Task, sums_angles: bool, arrays: tuple, table: tuple) -> tuple:
+    """The gradients of the arrays and, with `sums_angles`, of the angles, for `in_sets`.
 
-    The latter is [S, _, N, >= L, R]: sums over examples, to be added up, of tokens of whole blocks.
+    The latter is [S, _, N, >= L, R]: partial sums over examples, for the tokens of whole blocks.
     """
     q = arrays[0]
     sets = table[0].shape[0] if table else 1
@@ -135,7 +135,7 @@ def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tu
     blocks, width = cut.blocks, mosaic_backward.WIDTH
     tokens, rows = blocks * ROWS, (blocks, cut.pieces, ROWS, width)
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)] * (1 if task.packed else 3)
-    if wanted:
+    if sums_angles:
         sums = (sets, cut.chunks, task.heads, tokens, task.pairs)
         outputs.append(jax.ShapeDtypeStruct(sums, jnp.float32))
     dlogits = (mosaic_backward.SLOTS, blocks, ROWS, ROWS)
@@ -143,8 +143,10 @@ def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tu
     if task.interpret:
         shared = [plgpu.SMEM(dlogits, q.dtype), plgpu.SMEM(rows, q.dtype)]
     else:
-        held = plgpu.SMEM(dlogits, q.dtype, transforms=swizzled(width, q.dtype, tiled=True))
-        shared = [plgpu.RefUnion(held, *buffer(task, rows, q.dtype).refs)]
+        dlogits_buffer = plgpu.SMEM(
+            dlogits, q.dtype, transforms=swizzle_transforms(width, q.dtype, tiled=True)
+        )
+        shared = [plgpu.RefUnion(dlogits_buffer, *buffer(task, rows, q.dtype).refs)]
     scratch = [
         *[buffer(task, rows, q.dtype)] * 4,
         *shared,
@@ -157,7 +159,7 @@ def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tu
         task=task,
         plan=cut,
         rotated=bool(table),
-        summed=wanted,
+        summed=sums_angles,
     )
     grid = task.heads * sets * cut.chunks
     run = program_grid(program, "attention_mosaic_backward", outputs, scratch, grid)
@@ -199,13 +201,13 @@ def buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
         return plgpu.SMEM(shape, dtype)
     return plgpu.RefUnion(
         *(
-            plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype, tiled=tiled))
+            plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(shape[-1], dtype, tiled=tiled))
             for tiled in (False, True)
         )
     )
 
 
-def swizzled(width: int, dtype: Any, *, tiled: bool) -> tuple:
+def swizzle_transforms(width: int, dtype: Any, *, tiled: bool) -> tuple:
     """Transforms of shared memory for rows of pieces of `width`."""
     swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)
     return (plgpu.TilingTransform((8, width)), swizzle) if tiled else (swizzle,)

@@ -51,7 +51,7 @@ class Axis:
 
 
 def plan_axis(length: int, kernel: int, dilation: int) -> Axis:
-    """Tiles an axis of `length` tokens for a neighbourhood of `kernel` tokens, `dilation` apart.
+    """Plans the tiles of `length` tokens for a neighbourhood of `kernel` tokens, `dilation` apart.
 
     Large tiles compute masked logits, (t + K - 1) / K times too many along each axis; small ones
     copy keys (t + K - 1) / t times. Both factors are 2 for tiles as large as the kernel.
@@ -153,7 +153,7 @@ def join_map(
 
 
 def allowed_pairs(rows: Axis, columns: Axis) -> Bool[Array, "_ _ 1 _ _ tile halo"] | None:
-    """Whether a query of a tile attends to a key of its halo, or None if all do.
+    """The pairs of a query of a tile and a key of its halo that attend, or None if all do.
 
     [classes, classes, 1, tiles, tiles, tile, halo].
     """

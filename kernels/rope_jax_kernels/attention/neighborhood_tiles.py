@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import divide, power_of_two
-from rope_jax_kernels.attention.slots import Slots, Tiles, of_offsets, padded_size, slots_of
+from rope_jax_kernels.attention.slots import Slots, Tiles, look_up_offsets, make_slots, padded_size
 
-MISSING = np.int32(-(2**20))  # the place on an axis of what is not there: far from all others
+MISSING = np.int32(-(2**20))  # the place of a missing member on an axis: far from all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class AxisTiles:
         length: tokens.
         kernel, dilation: of the neighbourhood.
         tile: queries of a tile (keys of one, if transposed).
-        transpose: whether the halo holds the queries that attend to a tile's keys, and not the
+        transpose: whether the halo holds the queries that attend to a tile's keys, rather than the
             keys that a tile's queries attend to.
     """
 
@@ -54,7 +54,7 @@ class AxisTiles:
             before = self.kernel // 2
             # The second is larger for an even kernel and a tile of half its size.
             return [(before, max(self.tile + self.kernel - 1 - before, self.kernel))]
-        found = []
+        extents = []
         for residue in range(self.classes):
             members = self.members(residue)
             for tile in range(self.tiles):
@@ -62,8 +62,8 @@ class AxisTiles:
                 last = min(first + self.tile, members) - 1
                 low = 0 if first < self.kernel else first - (self.kernel - 1 - self.kernel // 2)
                 high = members - 1 if last >= members - self.kernel else last + self.kernel // 2
-                found.append((first - low, high - first + 1))
-        return found
+                extents.append((first - low, high - first + 1))
+        return extents
 
     @property
     def halo(self) -> int:
@@ -91,13 +91,13 @@ class AxisTiles:
         """The first member of a tile."""
         return jnp.minimum(tile * self.tile, jnp.maximum(self.members(residue) - self.tile, 0))
 
-    def of_tile(self, residue: Array, tile: Array, inside: Array) -> tuple[Array, Array]:
+    def tile_members(self, residue: Array, tile: Array, inside: Array) -> tuple[Array, Array]:
         """(member, exists) of the slots of a tile."""
         member = self.first(residue, tile) + inside
         exists = (member >= tile * self.tile) & (member < self.members(residue))
         return member, exists & (inside < self.tile)
 
-    def of_halo(self, residue: Array, tile: Array, inside: Array) -> tuple[Array, Array]:
+    def halo_members(self, residue: Array, tile: Array, inside: Array) -> tuple[Array, Array]:
         """(member, exists) of the slots of a tile's halo."""
         first = self.first(residue, tile)
         if self.transpose:
@@ -164,24 +164,24 @@ class NeighborhoodTiles(Tiles):
 
     def tile(self, index: Int[Array, ""]) -> Slots:
         inside = jnp.arange(self.rows, dtype=jnp.int32)
-        return self._slots(index, inside, self.across.tile, AxisTiles.of_tile)
+        return self._slots(index, inside, self.across.tile, AxisTiles.tile_members)
 
     def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
         inside = step * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
-        return self._slots(index, inside, self.stride, AxisTiles.of_halo)
+        return self._slots(index, inside, self.stride, AxisTiles.halo_members)
 
-    def _slots(self, index: Int[Array, ""], inside: Array, stride: int, of: Callable) -> Slots:
+    def _slots(self, index: Int[Array, ""], inside: Array, stride: int, members: Callable) -> Slots:
         (row, column), line = divide(inside, stride), inside
         down, across = self.down, self.across
         index, x = divide(index, across.tiles)
         index, y = divide(index, down.tiles)
         residue_y, residue_x = divide(index, across.classes)
-        row, row_exists = of(down, residue_y, y, row)
-        column, column_exists = of(across, residue_x, x, column)
+        row, row_exists = members(down, residue_y, y, row)
+        column, column_exists = members(across, residue_x, x, column)
         map_row = residue_y + down.dilation * row
         token = map_row * across.length + residue_x + across.dilation * column
         exists = row_exists & column_exists
-        if of is AxisTiles.of_halo and down.transpose:
+        if members is AxisTiles.halo_members and down.transpose:
             # Halos begin at several distances from their tiles: places are those of the largest.
             from_y = row - down.first(residue_y, y) + down.before
             from_x = column - across.first(residue_x, x) + across.before
@@ -190,7 +190,7 @@ class NeighborhoodTiles(Tiles):
         # Each axis by itself, so that slots of one row or column share a comparison.
         row, column = jnp.where(row_exists, row, MISSING), jnp.where(column_exists, column, MISSING)
         size, place = down.length * across.length, (row, column, *first)
-        return slots_of(exists, token, size, token, line, *place)
+        return make_slots(exists, token, size, token, line, *place)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"]:
         def inside(first: Array, key: Array, kernel: int) -> Bool[Array, "rows columns"]:
@@ -201,7 +201,7 @@ class NeighborhoodTiles(Tiles):
         in_rows = inside(q.place[2], k.place[0], self.down.kernel)
         return in_rows & inside(q.place[3], k.place[1], self.across.kernel)
 
-    def transposed(self) -> "NeighborhoodTiles":
+    def transpose(self) -> "NeighborhoodTiles":
         return NeighborhoodTiles(
             *(dataclasses.replace(axis, transpose=True) for axis in (self.down, self.across)),
             self.columns,
@@ -215,13 +215,13 @@ class NeighborhoodTiles(Tiles):
         tile = divide(jnp.arange(self.rows, dtype=jnp.int32), across.tile)
         halo = divide(jnp.arange(lines, dtype=jnp.int32), width)
         offsets = []  # key - query
-        for axis, here, there in zip((down, across), tile, halo, strict=True):
-            there = there - axis.before
+        for axis, in_tile, in_halo in zip((down, across), tile, halo, strict=True):
+            in_halo = in_halo - axis.before
             if down.transpose:
-                offsets.append(here[None] - there[:, None])
+                offsets.append(in_tile[None] - in_halo[:, None])
             else:
-                offsets.append(there[None] - here[:, None])
-        return of_offsets(bias, *offsets, (down.kernel, across.kernel))
+                offsets.append(in_halo[None] - in_tile[:, None])
+        return look_up_offsets(bias, *offsets, (down.kernel, across.kernel))
 
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # A pair's offset follows from its slots: halos begin at one distance from their tiles.
@@ -229,11 +229,11 @@ class NeighborhoodTiles(Tiles):
         gradient = gradient[:, : down.tile * across.tile, : down.halo * self.stride]
         gradient = gradient.reshape(-1, down.tile, across.tile, down.halo, self.stride)
         gradient = gradient[..., : across.halo]
-        ones = []
+        selectors = []
         for axis in (down, across):
             offset = np.arange(axis.halo) - np.arange(axis.tile)[:, None]
             entry = offset - axis.kernel // 2 + axis.kernel - 1
-            one = entry[None] == np.arange(2 * axis.kernel - 1)[:, None, None]
-            ones.append(jnp.asarray(one, gradient.dtype))
-        folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, *ones, precision="highest")
+            matches = entry[None] == np.arange(2 * axis.kernel - 1)[:, None, None]
+            selectors.append(jnp.asarray(matches, gradient.dtype))
+        folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, *selectors, precision="highest")
         return folded.reshape(-1, self.entries)

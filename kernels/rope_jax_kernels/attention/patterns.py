@@ -15,8 +15,8 @@ Pair = tuple[int, int]
 Places = tuple[int, ...]
 
 
-def pair_of(name: str, value: Any, lowest: int) -> Pair:
-    """Two Python integers of at least `lowest`, from one for both or a tuple, a list of two."""
+def to_pair(name: str, value: Any, lowest: int) -> Pair:
+    """Converts one integer for both, or a sequence of two, to two of at least `lowest`."""
     value = (value, value) if isinstance(value, numbers.Integral) else value
     fits = (
         isinstance(value, Sequence)
@@ -102,8 +102,8 @@ class Window(_Pattern):
     shift: Pair = (0, 0)
 
     def __post_init__(self):
-        object.__setattr__(self, "size", pair_of("size", self.size, 1))
-        object.__setattr__(self, "shift", pair_of("shift", self.shift, 0))
+        object.__setattr__(self, "size", to_pair("size", self.size, 1))
+        object.__setattr__(self, "shift", to_pair("shift", self.shift, 0))
         if any(shift >= size for size, shift in zip(self.size, self.shift, strict=True)):
             raise ValueError(
                 f"shift={self.shift} must be smaller than size={self.size} along both axes; half "
@@ -169,8 +169,8 @@ class Neighborhood(_Pattern):
     dilation: Pair = (1, 1)
 
     def __post_init__(self):
-        object.__setattr__(self, "size", pair_of("size", self.size, 1))
-        object.__setattr__(self, "dilation", pair_of("dilation", self.dilation, 1))
+        object.__setattr__(self, "size", to_pair("size", self.size, 1))
+        object.__setattr__(self, "dilation", to_pair("dilation", self.dilation, 1))
 
     def bias_shape(self, heads: int, places: Places) -> tuple[int, int, int]:
         del places

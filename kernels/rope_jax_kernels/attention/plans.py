@@ -8,7 +8,7 @@ from rope_jax_kernels.attention.patterns import Global, Window
 from rope_jax_kernels.attention.task import Launch, Task
 from rope_jax_kernels.attention.tiles import cut
 
-PROGRAMS = 1024  # at least, where one could do more: several for each multiprocessor
+PROGRAMS = 1024  # the least, where a program could do more: several for each multiprocessor
 SMALLEST = 16  # side of a tile, for the matrix instructions
 EXAMPLES = 8  # of a program for windows
 
@@ -23,12 +23,11 @@ class Sizes(NamedTuple):
     each: int = 1
 
 
-def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Sizes with the fewest instructions that were found.
+def plan_sizes(task: Task, itemsize: int, part: str) -> Sizes:
+    """Chooses the sizes for which the fewest instructions were counted.
 
-    Counted for compute capability 9.0a, 8.9 and 8.0. Registers spill in
-    the backward kernel of windows before Hopper, and in float32 with heads of 128. Arguments as in
-    `plan`.
+    Counted for compute capability 9.0a, 8.9 and 8.0. Registers spill in the backward kernel of
+    windows before Hopper, and in float32 with heads of 128. Arguments as in `plan`.
     """
     if itemsize == 4 or task.head_dim > 64:
         return _wide_sizes(task, itemsize, part)
@@ -40,9 +39,9 @@ def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
         return Sizes(128, 32 if older or task.biased else 64, 4)
     if older and task.head_dim > 32 and part in ("queries", "keys"):
         return Sizes(32, 32, 4) if part == "keys" else Sizes(64, 16, 4)
-    whole = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
-    if whole and (part == "forward" or not older):
-        # A window is one block. With a bias, its gradients leave wide heads no more registers.
+    one_block = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
+    if one_block and (part == "forward" or not older):
+        # A window is one block. With a bias, its gradients leave wide heads no free registers.
         alone = part == "queries" and task.biased and task.head_dim > 32
         return Sizes(64, 64, 4) if alone else Sizes(64, 64, 4, 2, EXAMPLES)
     return Sizes(64, 32, 4)
@@ -62,7 +61,7 @@ def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
         batch: examples.
     """
     measured = dict(task.tile).get(part)
-    sizes = Sizes(*measured) if measured else planned_sizes(task, itemsize, part)
+    sizes = Sizes(*measured) if measured else plan_sizes(task, itemsize, part)
     tiles = cut(task.pattern, task.places, rows=sizes.rows, columns=sizes.columns)
     launch = Launch(task, tiles, sizes.warps, sizes.stages)
     if part != "forward" and launch.closed and tiles.blocks > 1:
@@ -88,7 +87,7 @@ def bias_groups(launch: Launch, items: int) -> int:
     """Groups of items that programs of a bias' gradient add up: about `PROGRAMS` programs in all.
 
     Args:
-        launch: whose tiles and blocks have programs of their own, but for repeated tiles.
+        launch: its tiles and blocks have one program each, except for repeated tiles.
         items: pairs of an example and a repeat of the tiles.
     """
     tiles = launch.tiles

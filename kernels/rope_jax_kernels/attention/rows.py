@@ -1,8 +1,8 @@
 """Rows of queries, keys and values inside the Triton kernels: loaded, turned and stored.
 
 A row of D channels is held in pieces, because arrays in registers can be split but not joined:
-first and second members of the pairs that turn, and the rest. A product over channels is the sum
-of the pieces' products.
+first and second members of the pairs that turn, and the other channels. A product over channels is
+the sum of the pieces' products.
 """
 
 import dataclasses
@@ -19,48 +19,48 @@ from rope_jax_kernels.attention.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Channels of one piece, padded to a power of two, and which of them exist: None if all do."""
+    """Channels of one piece, padded to a power of two, and a mask of those inside, None for all."""
 
     channel: Int[Array, " C"]
     inside: Bool[Array, " C"] | None
 
     @classmethod
-    def of(cls, channel: Int[Array, " C"], count: int) -> "Columns":
+    def first(cls, channel: Int[Array, " C"], count: int) -> "Columns":
         """The first `count` of these channels."""
         (size,) = channel.shape
         inside = None if count == size else jnp.arange(size, dtype=jnp.int32) < count
         return cls(channel, inside)
 
     def mask(self, slots: Slots) -> Bool[Array, "slots C"]:
-        """Which numbers of the rows of a tile or block exist."""
+        """Mask of the numbers that exist in the rows of a tile or block."""
         exists = jnp.broadcast_to(slots.exists[:, None], (slots.exists.size, self.channel.size))
         return exists if self.inside is None else exists & self.inside[None, :]
 
 
-def pieces_of(task: Task) -> list[Columns]:
-    """The pieces of a row: both members of the pairs that turn, and the rest, if there are any."""
+def row_pieces(task: Task) -> list[Columns]:
+    """The pieces of a row: both members of the pairs that turn, and other channels, if any."""
     runs = []
     if task.pairs:
         pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
         members = (pair, task.pairs + pair) if task.pairing == "half" else (2 * pair, 2 * pair + 1)
-        runs = [Columns.of(member, task.pairs) for member in members]
-    rest = task.head_dim - 2 * task.pairs
-    if rest:
-        column = jnp.arange(padded_size(rest), dtype=jnp.int32)
-        runs.append(Columns.of(2 * task.pairs + column, rest))
+        runs = [Columns.first(member, task.pairs) for member in members]
+    unturned = task.head_dim - 2 * task.pairs
+    if unturned:
+        column = jnp.arange(padded_size(unturned), dtype=jnp.int32)
+        runs.append(Columns.first(2 * task.pairs + column, unturned))
     return runs
 
 
 def whole_row(task: Task) -> Columns:
     """All channels as one piece."""
     column = jnp.arange(padded_size(task.head_dim), dtype=jnp.int32)
-    return Columns.of(column, task.head_dim)
+    return Columns.first(column, task.head_dim)
 
 
 def load(
     ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""], columns: Columns
 ) -> Float[Array, "slots C"]:
-    """A piece of the rows of a tile or block, with zeros for missing tokens."""
+    """Loads a piece of the rows of a tile or block, with zeros for missing tokens."""
     place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
     return plt.load(place, mask=columns.mask(slots), other=0)
 
@@ -81,11 +81,11 @@ def store(
 class Turner:
     """The rotation of a kernel's rows, from refs (cos, sin) [N or 1, T, R] or ().
 
-    Where the gradient of the frequencies is wanted, (cos, sin, coords), with coords [T, A].
+    Where the frequencies need a gradient, (cos, sin, coords), with coords [T, A].
     """
 
     def __init__(self, task: Task, refs: tuple, head: Int[Array, ""]):
-        self.task, self.columns = task, pieces_of(task)
+        self.task, self.columns = task, row_pieces(task)
         self.tables, self.coords = refs[:2], refs[2:]
         self.head = head if refs and refs[0].shape[0] > 1 else 0
 
@@ -101,7 +101,7 @@ class Turner:
     def load(
         self, ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""]
     ) -> list[Array]:
-        """The pieces of rows of queries or keys, turned."""
+        """Loads rows of queries or keys in pieces, and turns them."""
         pieces = [load(ref, item, slots, head, columns) for columns in self.columns]
         if self.tables:
             (cos, sin), dtype = self.turns(slots), pieces[0].dtype
@@ -129,7 +129,7 @@ class Turner:
     def gradient(self, slots: Slots, turned: list[Array], gradients: list[Array]) -> list[Array]:
         """The rows' contribution to the gradient of the frequencies, [R] for each axis.
 
-        Computed from the turned rows and their gradients; empty where it is not wanted.
+        Computed from the turned rows and their gradients; empty where it is not needed.
         """
         if not self.coords:
             return []
@@ -143,6 +143,6 @@ class Turner:
         return sums
 
     def no_gradient(self) -> list[Array]:
-        """Zeros of the shapes of `gradient`; empty where that is not wanted."""
+        """Zeros of the shapes of `gradient`; empty where that is not needed."""
         axes = self.coords[0].shape[1] if self.coords else 0
         return [jnp.zeros(self.columns[0].channel.shape, jnp.float32)] * axes

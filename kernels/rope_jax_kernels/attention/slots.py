@@ -5,7 +5,7 @@ over the blocks of keys that the tile's queries attend to. The token of a slot f
 index, so rolled windows, residue classes and halos are read directly from the map: nothing is
 partitioned, rolled, padded or gathered in memory.
 
-Backward passes also need tiles of keys with blocks of queries: `transposed()`.
+Backward passes also need tiles of keys with blocks of queries: `transpose()`.
 """
 
 import abc
@@ -35,7 +35,7 @@ class Slots(NamedTuple):
     place: tuple[Int[Array, " slots"], ...]
 
 
-def slots_of(
+def make_slots(
     exists: Bool[Array, " slots"],
     token: Int[Array, " slots"],
     tokens: int,
@@ -43,26 +43,26 @@ def slots_of(
     line: Int[Array, " slots"],
     *place: Int[Array, " slots"],
 ) -> Slots:
-    """`Slots` whose missing tokens are the one after the last, which is never read or written."""
+    """Makes `Slots`, with the token after the last for missing ones: never read or written."""
     return Slots(exists, jnp.where(exists, token, tokens), coord, line, place)
 
 
-def of_offsets(
+def look_up_offsets(
     bias: Float[Array, "N entries"],
     down: Int[Array, "rows columns"],
     across: Int[Array, "rows columns"],
     size: tuple[int, int],
 ) -> Float[Array, "N rows columns"]:
-    """The entries of a table of offsets [2 h - 1, 2 w - 1], flat; any entry for those outside.
+    """Looks up a flat table of offsets [2 h - 1, 2 w - 1]; any entry for those outside.
 
-    Offsets are computed by the program: as constants, those of large windows would fill it.
+    The program computes the offsets: as constants, those of large windows would fill it.
     """
     h, w = size
     return jnp.take(bias, (down + h - 1) * (2 * w - 1) + across + w - 1, axis=1, mode="clip")
 
 
 def padded_size(n: int) -> int:
-    """The smallest power of two that is at least n, and 16, the least that tensor cores take."""
+    """The smallest power of two that is at least n and 16, the minimum of tensor cores."""
     return power_of_two(n, at_least=16)
 
 
@@ -88,10 +88,10 @@ class Tiles(abc.ABC):
 
     @abc.abstractmethod
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
-        """Whether queries attend to keys, which exist; anything for queries that do not."""
+        """Mask of the queries that attend to existing keys; anything for missing queries."""
 
     @abc.abstractmethod
-    def transposed(self) -> "Tiles":
+    def transpose(self) -> "Tiles":
         """Tiles of keys with blocks of queries."""
 
     @abc.abstractmethod

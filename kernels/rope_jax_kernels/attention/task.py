@@ -1,4 +1,4 @@
-"""Static arguments of the attention kernels: the problem, and how it is divided into tiles."""
+"""Static arguments of the attention kernels: the problem, and its division into tiles."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ class Task:
         scale: of the logits.
         interpret: whether to run in interpret mode.
         biased: whether there is a bias.
-        tile: measured sizes of the kernels' tiles by part, see `plans.plan`; () for its own.
+        tile: measured sizes of the kernels' tiles by part (`plans.plan`); () for the planned ones.
     """
 
     pattern: Pattern
@@ -78,14 +78,14 @@ class Launch:
 
     @property
     def closed(self) -> bool:
-        """Whether a tile holds all queries that attend to its keys."""
+        """True if a tile holds all queries that attend to its keys."""
         return (
             not isinstance(self.task.pattern, Neighborhood)
             and self.tiles.tiles == self.tiles.repeats
         )
 
 
-def task_of(
+def make_task(
     arrays: tuple,
     *,
     pattern: Pattern,
@@ -94,7 +94,7 @@ def task_of(
     scale: float | None,
     tile: TileSizes = (),
 ) -> Task:
-    """The task of (qkv,) or (q, k, v)."""
+    """Describes the attention of (qkv,) or (q, k, v)."""
     packed = len(arrays) == 1
     heads, head_dim = arrays[0].shape[-2:]
     return Task(
@@ -107,6 +107,6 @@ def task_of(
         pairing="half" if rotation is None else rotation.pairing,
         biased=bias is not None,
         scale=head_dim**-0.5 if scale is None else float(scale),
-        interpret=device.interpreted(),
+        interpret=device.is_interpreted(),
         tile=tile,
     )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.neighborhood_tiles import AxisTiles, NeighborhoodTiles
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pair, Pattern, Window
-from rope_jax_kernels.attention.slots import Slots, Tiles, of_offsets, padded_size, slots_of
+from rope_jax_kernels.attention.slots import Slots, Tiles, look_up_offsets, make_slots, padded_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GlobalTiles(Tiles):
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "1 columns"]:
         return k.exists[None, :]
 
-    def transposed(self) -> "GlobalTiles":
+    def transpose(self) -> "GlobalTiles":
         return self
 
     def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
@@ -118,7 +118,7 @@ class WindowTiles(Tiles):
         (height, width), (h, w) = self.grid, self.window.size
         window_row, window_column = divide(window, -(-width // w))
         row, column = divide(inside, w)
-        exists, where, region = inside < self.tokens, [], jnp.zeros_like(inside)
+        exists, places, region = inside < self.tokens, [], jnp.zeros_like(inside)
         for first, local, length, size, shift in (
             (window_row * h, row, height, h, self.window.shift[0]),
             (window_column * w, column, width, w, self.window.shift[1]),
@@ -129,11 +129,11 @@ class WindowTiles(Tiles):
             carried = place >= padded  # the roll brought it from the other side of the map
             place = jnp.where(carried, place - padded, place)
             exists &= place < length
-            where.append(place)
+            places.append(place)
             region = 2 * region + carried.astype(jnp.int32)
-        token = where[0] * width + where[1]
+        token = places[0] * width + places[1]
         region = jnp.where(exists, region, -1)
-        return slots_of(exists, token, height * width, inside, inside, region)
+        return make_slots(exists, token, height * width, inside, inside, region)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
         if self.window.shift == (0, 0):
@@ -142,7 +142,7 @@ class WindowTiles(Tiles):
         # Missing ones are a region of their own.
         return q.place[0][:, None] == k.place[0][None, :]
 
-    def transposed(self) -> "WindowTiles":
+    def transpose(self) -> "WindowTiles":
         return self
 
     def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
@@ -150,18 +150,18 @@ class WindowTiles(Tiles):
         size = max(self.parts * self.rows, self.blocks * self.columns)
         places = divide(jnp.arange(size, dtype=jnp.int32), self.window.size[1])
         offsets = [x[:, None] - x[None] for x in places]
-        return of_offsets(bias, *offsets, self.window.size)
+        return look_up_offsets(bias, *offsets, self.window.size)
 
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # One axis at a time, as products with a matrix of zeros and ones.
         h, w = self.window.size
         gradient = gradient[:, : self.tokens, : self.tokens].reshape(-1, h, w, h, w)
-        ones = [
+        selectors = [
             (np.arange(n)[:, None] - np.arange(n) + n - 1)[None]
             == np.arange(2 * n - 1)[:, None, None]
             for n in (h, w)
         ]
-        down, across = (jnp.asarray(one, gradient.dtype) for one in ones)
+        down, across = (jnp.asarray(selector, gradient.dtype) for selector in selectors)
         folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, down, across, precision="highest")
         return folded.reshape(-1, self.entries)
 
@@ -171,7 +171,7 @@ SIDE = 8
 
 
 def cut(pattern: Pattern, places: tuple[int, ...], *, rows: int, columns: int) -> Tiles:
-    """The tiles of a pattern.
+    """Cuts a pattern into tiles.
 
     Args:
         pattern: as in `attention`.

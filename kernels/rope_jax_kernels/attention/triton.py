@@ -29,7 +29,13 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
-from rope_jax_kernels.attention.kernel import Kernel, Operands, Wanted, refusal_of_call, tables
+from rope_jax_kernels.attention.kernel import (
+    Kernel,
+    Needs,
+    Operands,
+    refusal_of_call,
+    tables,
+)
 from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
 from rope_jax_kernels.attention.plans import bias_groups, plan, with_examples
 from rope_jax_kernels.attention.task import Launch, Task
@@ -83,23 +89,23 @@ def forward(
     return run(forward_kernel, launch, launch.grid(batch), outputs, operands)
 
 
-def backward(task: Task, wanted: Wanted, operands: Operands) -> tuple[tuple, tuple, Array | None]:
+def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
     """The backward pass of `Kernel`, by one to three kernels."""
     q = operands.data[0]
     launch = plan(task, q.dtype.itemsize, "queries", q.shape[0])
-    of_data = _closed_backward if launch.closed else _open_backward
-    gradients, partial, of_bias = of_data(launch, operands, wanted)
-    if wanted.bias and of_bias is None:
-        of_bias = _bias_gradient(task, operands)
-    return gradients, partial, of_bias
+    compute = _closed_backward if launch.closed else _open_backward
+    gradients, partial, dbias = compute(launch, operands, needs)
+    if needs.bias and dbias is None:
+        dbias = _bias_gradient(task, operands)
+    return gradients, partial, dbias
 
 
 def _closed_backward(
-    launch: Launch, operands: Operands, wanted: Wanted
+    launch: Launch, operands: Operands, needs: Needs
 ) -> tuple[tuple, tuple, Array | None]:
     """Gradients of the data, partial ones of the frequencies, and that of the bias, by one kernel.
 
-    None for the bias where it is not wanted, a window has several blocks, or its sums would need
+    None for the bias where it is not needed, a window has several blocks, or its sums would need
     too many registers or, for a map of many windows, too much memory.
     """
     task, tiles, q = launch.task, launch.tiles, operands.data[0]
@@ -107,31 +113,31 @@ def _closed_backward(
     many = with_examples(launch, batch, batch)
     heads, *groups = many.grid(batch)
     fits = task.head_dim <= 32 and heads * math.prod(groups) <= SUMS
-    summed = wanted.bias and tiles.blocks == 1 and fits
+    summed = needs.bias and tiles.blocks == 1 and fits
     launch = many if summed else launch
     total = (*groups, heads, tiles.columns, tiles.rows), jnp.float32
     outputs = (
         device.shapes_like(q, *[(q.shape, q.dtype)] * (1 if task.packed else 3)),
         device.shapes_like(q, total) if summed else (),
-        _sums(launch, operands, wanted),
+        _sums(launch, operands, needs),
     )
     by_key = operands._replace(bias=tuple(tiles.by_slot(x).mT for x in operands.bias))
     gradients, totals, partial = run(closed_kernel, launch, launch.grid(batch), outputs, by_key)
-    of_bias = tiles.fold(totals[0].sum((0, 1)).mT) if summed else None
-    return gradients, partial, of_bias
+    dbias = tiles.fold(totals[0].sum((0, 1)).mT) if summed else None
+    return gradients, partial, dbias
 
 
-def _open_backward(launch: Launch, operands: Operands, wanted: Wanted) -> tuple[tuple, tuple, None]:
+def _open_backward(launch: Launch, operands: Operands, needs: Needs) -> tuple[tuple, tuple, None]:
     """`_closed_backward` with two kernels, without the gradient of the bias."""
     task, (*inputs, _), q = launch.task, operands.data, operands.data[0]
     batch, lse = q.shape[0], inputs[-1]
-    of_q, of_lse = device.shapes_like(q, (q.shape, q.dtype), (lse.shape, jnp.float32))
-    outputs = of_q, of_lse, _sums(launch, operands, wanted)
+    q_shape, lse_shape = device.shapes_like(q, (q.shape, q.dtype), (lse.shape, jnp.float32))
+    outputs = q_shape, lse_shape, _sums(launch, operands, needs)
     by_query = operands._replace(bias=tuple(map(launch.tiles.by_slot, operands.bias)))
     dq, delta, by_queries = run(query_kernel, launch, launch.grid(batch), outputs, by_query)
     launch = plan(task, q.dtype.itemsize, "keys", batch)
-    launch = dataclasses.replace(launch, tiles=launch.tiles.transposed())
-    outputs = (of_q,) * (1 if task.packed else 2), _sums(launch, operands, wanted)
+    launch = dataclasses.replace(launch, tiles=launch.tiles.transpose())
+    outputs = (q_shape,) * (1 if task.packed else 2), _sums(launch, operands, needs)
     by_slot = tuple(launch.tiles.by_slot(x).mT for x in operands.bias)
     by_key = Operands((*inputs, delta), operands.turning, by_slot)
     # The packed gradient, the last operand, is written in place.
@@ -143,26 +149,26 @@ def _open_backward(launch: Launch, operands: Operands, wanted: Wanted) -> tuple[
     return gradients if task.packed else (dq, *gradients), (*by_queries, *by_keys), None
 
 
-def _sums(launch: Launch, operands: Operands, wanted: Wanted) -> tuple:
-    """The output of partial gradients of the frequencies, if they are wanted."""
-    if not wanted.freqs:
+def _sums(launch: Launch, operands: Operands, needs: Needs) -> tuple:
+    """The output of partial gradients of the frequencies, if they are needed."""
+    if not needs.freqs:
         return ()
     q, (cos, _, coords) = operands.data[0], operands.turning
-    of_tile = launch.task.heads, coords.shape[1], cos.shape[2]
+    tile_shape = launch.task.heads, coords.shape[1], cos.shape[2]
     _, tiles, groups = launch.grid(q.shape[0])
-    return device.shapes_like(q, ((groups, tiles, *of_tile), jnp.float32))
+    return device.shapes_like(q, ((groups, tiles, *tile_shape), jnp.float32))
 
 
 def _bias_gradient(task: Task, operands: Operands) -> Float[Array, "N entries"]:
-    """The gradient of the bias, by a kernel of its own."""
+    """The gradient of the bias, by a separate kernel."""
     q = operands.data[0]
     launch = plan(task, q.dtype.itemsize, "bias", q.shape[0])
     tiles = launch.tiles
-    shares = tiles.tiles // tiles.repeats
+    parts = tiles.tiles // tiles.repeats
     groups = bias_groups(launch, q.shape[0] * tiles.repeats)
-    shape = groups, task.heads, shares * tiles.rows, tiles.blocks * tiles.columns
+    shape = groups, task.heads, parts * tiles.rows, tiles.blocks * tiles.columns
     outputs = device.shapes_like(q, (shape, jnp.float32))
-    grid = (task.heads, shares * tiles.blocks, groups)
+    grid = (task.heads, parts * tiles.blocks, groups)
     by_query = operands._replace(bias=tuple(map(tiles.by_slot, operands.bias)))
     (partial,) = run(bias_kernel, launch, grid, outputs, by_query)
     return tiles.fold(partial.sum(0))
@@ -180,7 +186,7 @@ def refusal(
     bias: Float[Array, "..."] | None,
     scale: Any,
 ) -> str | None:
-    """Why these kernels cannot serve a call with these arguments, or None."""
+    """The reason why these kernels cannot serve a call with these arguments, or None."""
     if reason := refusal_of_call(arrays, rotation, bias, scale):
         return reason
     smallest, largest = HEAD_DIMS

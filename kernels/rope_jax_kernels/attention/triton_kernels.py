@@ -20,7 +20,7 @@ from rope_jax_kernels.attention.arithmetic import (
     dot,
     exp2,
     fma,
-    kept,
+    keep,
     negative,
 )
 from rope_jax_kernels.attention.kernel import Operands
@@ -35,7 +35,7 @@ class Queries(NamedTuple):
     Attributes:
         slots: their tokens.
         q: turned, in pieces.
-        dout: the output's gradient; None in the forward pass, like the rest.
+        dout: the output's gradient; None in the forward pass, like lse and delta.
         lse: infinite for a missing query, whose weights then are 0.
         delta: the sum over channels of the output times its gradient.
     """
@@ -55,7 +55,7 @@ class Keys(NamedTuple):
     v: Float[Array, "slots D"]
 
 
-def logits_of(
+def compute_logits(
     launch: Launch,
     queries: Queries,
     keys: Keys,
@@ -66,14 +66,14 @@ def logits_of(
 ) -> tuple:
     """Logits, -inf for pairs that are not allowed, and the positive factor to units of log 2.
 
-    The factor is left to the multiply-add that subtracts their maximum. Missing queries have any
-    logits. With `by_key`, keys are in rows, also of the bias.
+    The factor is left to the multiply-add that subtracts their maximum. Logits of missing queries
+    are arbitrary. With `by_key`, keys are in rows, also of the bias.
     """
     task, tiles = launch.task, launch.tiles
     q_slots, k_slots = queries.slots, keys.slots
     if bias:  # before the products: Triton then computes the softmax in their layout
         rows, columns = (k_slots, q_slots) if by_key else (q_slots, k_slots)
-        added = plt.load(bias[0].at[head, rows.line[:, None], columns.line[None, :]])
+        bias_tile = plt.load(bias[0].at[head, rows.line[:, None], columns.line[None, :]])
     products = [
         dot(b, a, (1, 1)) if by_key else dot(a, b, (1, 1))
         for a, b in zip(queries.q, keys.k, strict=True)
@@ -81,7 +81,7 @@ def logits_of(
     # Not `sum`, which begins with an addition of 0.
     logits, unit = functools.reduce(operator.add, products), np.float32(1)
     if bias:
-        logits, unit = fma(task, logits, task.scale, added.astype(jnp.float32)), LOG2E
+        logits, unit = fma(task, logits, task.scale, bias_tile.astype(jnp.float32)), LOG2E
     elif task.scale > 0:
         unit = np.float32(task.scale * LOG2E)
     else:
@@ -124,7 +124,7 @@ def forward_kernel(operands: Operands, out_ref: Any, lse_ref: Any, *, launch: La
             k_slots = tiles.block(tile, block)
             k = turner.load(k_ref, item, k_slots, k_head)
             v = load(v_ref, item, k_slots, v_head, row)
-            logits, unit = logits_of(launch, queries, Keys(k_slots, k, v), bias, head)
+            logits, unit = compute_logits(launch, queries, Keys(k_slots, k, v), bias, head)
             higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
             weights = exp2(task, fma(task, logits, unit, negative(higher)[:, None]))
             shrink = exp2(task, top - higher)
@@ -162,44 +162,44 @@ class Backward:
         )
         self.turner, self.row = Turner(self.task, turning, self.head), whole_row(self.task)
 
-    def of(self, item: Int[Array, ""]) -> "Backward":
-        """These tiles of one example."""
-        here = copy.copy(self)
-        here.item = item
-        return here
+    def for_example(self, item: Int[Array, ""]) -> "Backward":
+        """A copy of these operands for one example."""
+        example = copy.copy(self)
+        example.item = item
+        return example
 
     def queries(self, slots: Slots) -> Queries:
-        """A tile or block of queries, without their sums."""
+        """Loads a tile or block of queries, without their sums."""
         q = self.turner.load(self.q, self.item, slots, self.q_head)
         return Queries(slots, q, load(self.dout, self.item, slots, self.head, self.row))
 
     def with_sums(self, queries: Queries, *, delta: bool = False) -> Queries:
         """The queries with lse, and with delta, which is read or computed from the output."""
         slots = queries.slots
-        lse = self.of_query(self.lse, slots, np.inf)
+        lse = self.load_per_query(self.lse, slots, np.inf)
         if delta:
-            return queries._replace(lse=lse, delta=self.of_query(self.out_or_delta, slots))
+            return queries._replace(lse=lse, delta=self.load_per_query(self.out_or_delta, slots))
         out = load(self.out_or_delta, self.item, slots, self.head, self.row)
         product = out.astype(jnp.float32) * queries.dout.astype(jnp.float32)
         return queries._replace(lse=lse, delta=jnp.sum(product, axis=1))
 
     def keys(self, slots: Slots) -> Keys:
-        """A tile or block of keys."""
+        """Loads a tile or block of keys."""
         k = self.turner.load(self.k, self.item, slots, self.k_head)
         return Keys(slots, k, load(self.v, self.item, slots, self.v_head, self.row))
 
-    def of_query(self, ref: Any, slots: Slots, missing: float = 0) -> Float[Array, " slots"]:
-        """One number of each query, lse or delta."""
+    def load_per_query(self, ref: Any, slots: Slots, missing: float = 0) -> Float[Array, " slots"]:
+        """Loads one number for each query, lse or delta."""
         place = ref.at[self.item, self.head, slots.token]
         return plt.load(place, mask=slots.exists, other=missing)
 
-    def of_logits(self, queries: Queries, keys: Keys, *, by_key: bool = False) -> tuple:
+    def differentiate_logits(self, queries: Queries, keys: Keys, *, by_key: bool = False) -> tuple:
         """(weights, gradient of the scaled logits), float32 [queries, keys].
 
         With `by_key` [keys, queries].
         """
         terms = queries, keys, self.bias, self.head
-        logits, unit = logits_of(self.launch, *terms, by_key=by_key)
+        logits, unit = compute_logits(self.launch, *terms, by_key=by_key)
         axis = 0 if by_key else 1
         lse = jnp.expand_dims(negative(queries.lse), axis)
         delta = jnp.expand_dims(queries.delta, axis)
@@ -225,10 +225,10 @@ class Backward:
         self.turner.store_back(ref, self.item, slots, head, pieces)
         return pieces
 
-    def finish(self, sums: tuple, of_freqs: list[Array]) -> None:
-        """Writes this program's part of the gradient of the frequencies, where it is wanted."""
+    def finish(self, sums: tuple, dfreqs: list[Array]) -> None:
+        """Writes this program's part of the gradient of the frequencies, where it is needed."""
         pair = jnp.arange(padded_size(self.task.pairs), dtype=jnp.int32)
-        for axis, total in enumerate(of_freqs):
+        for axis, total in enumerate(dfreqs):
             place = sums[0].at[pl.program_id(2), self.tile, self.head, axis, pair]
             plt.store(place, total, mask=pair < self.task.pairs)
 
@@ -244,46 +244,46 @@ def closed_kernel(
     b = Backward(operands, launch)
     shape = launch.tiles.columns, launch.tiles.rows
     start = b.turner.no_gradient(), [jnp.zeros(shape, jnp.float32) for _ in totals]
-    of_example = functools.partial(closed_gradients, b, gradients)
-    of_freqs, of_bias = over_examples(launch, b.q.shape[0], of_example, start)
-    b.finish(sums, of_freqs)
-    for ref, total in zip(totals, of_bias, strict=True):
+    write_example = functools.partial(write_gradients, b, gradients)
+    dfreqs, dbias = over_examples(launch, b.q.shape[0], write_example, start)
+    b.finish(sums, dfreqs)
+    for ref, total in zip(totals, dbias, strict=True):
         row, column = (jnp.arange(size, dtype=jnp.int32) for size in shape)
         plt.store(ref.at[b.tile, pl.program_id(2), b.head, row[:, None], column[None, :]], total)
 
 
-def closed_gradients(b: Backward, gradients: tuple, item: Int[Array, ""], carry: tuple) -> tuple:
+def write_gradients(b: Backward, gradients: tuple, item: Int[Array, ""], carry: tuple) -> tuple:
     """Writes the gradients of one example's tile.
 
     Adds those of the frequencies and, where there is a sum for it, of the logits [keys, queries].
     """
-    b, (of_freqs, of_bias) = b.of(item), carry
+    b, (dfreqs, dbias) = b.for_example(item), carry
     dq_ref, dk_ref, dv_ref = gradients * 3 if b.task.packed else gradients
     queries = b.with_sums(b.queries(b.tiles.tile(b.tile)))
     q_slots, q, dout, *_ = queries
 
     def step(block: Int[Array, ""], carry: tuple) -> tuple:
-        dq, of_freqs, of_bias = carry
+        dq, dfreqs, dbias = carry
         keys = b.keys(b.tiles.block(b.tile, block))
         k_slots, k, _ = keys
-        weights, dlogits = b.of_logits(queries, keys, by_key=True)
-        of_bias = added(of_bias, [dlogits] * len(of_bias))
-        weights, dlogits = kept([x.astype(dout.dtype) for x in (weights, dlogits)])
+        weights, dlogits = b.differentiate_logits(queries, keys, by_key=True)
+        dbias = add(dbias, [dlogits] * len(dbias))
+        weights, dlogits = keep([x.astype(dout.dtype) for x in (weights, dlogits)])
         dv = dot(weights, dout, (1, 0))
         store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
         sums = [dot(dlogits, piece, (1, 0)) for piece in q]
         dk = b.write(dk_ref, k_slots, b.k_head, sums)
-        of_freqs = added(of_freqs, b.turner.gradient(k_slots, k, dk))
-        return added(dq, [dot(dlogits, piece, (0, 0)) for piece in k]), of_freqs, of_bias
+        dfreqs = add(dfreqs, b.turner.gradient(k_slots, k, dk))
+        return add(dq, [dot(dlogits, piece, (0, 0)) for piece in k]), dfreqs, dbias
 
-    start = b.zeros(q_slots), of_freqs, of_bias
-    dq, of_freqs, of_bias = over_blocks(b.tiles.blocks, step, start)
+    start = b.zeros(q_slots), dfreqs, dbias
+    dq, dfreqs, dbias = over_blocks(b.tiles.blocks, step, start)
     dq = b.write(dq_ref, q_slots, b.q_head, dq)
-    return added(of_freqs, b.turner.gradient(q_slots, q, dq)), of_bias
+    return add(dfreqs, b.turner.gradient(q_slots, q, dq)), dbias
 
 
-def added(sums: list[Array], terms: list[Array]) -> list[Array]:
-    """The sums, with a term added to each."""
+def add(sums: list[Array], terms: list[Array]) -> list[Array]:
+    """Adds a term to each sum."""
     return [total + term for total, term in zip(sums, terms, strict=True)]
 
 
@@ -291,14 +291,14 @@ def query_kernel(
     operands: Operands, dq_ref: Any, delta_ref: Any, sums: tuple, *, launch: Launch
 ) -> None:
     """The gradient of a tile of queries, and delta."""
-    b = Backward(operands, launch).of(pl.program_id(2))
+    b = Backward(operands, launch).for_example(pl.program_id(2))
     queries = b.with_sums(b.queries(b.tiles.tile(b.tile)))
     q_slots, q, dout, _, delta = queries
     plt.store(delta_ref.at[b.item, b.head, q_slots.token], delta, mask=q_slots.exists)
 
     def step(block: Int[Array, ""], dq: list) -> list:
         keys = b.keys(b.tiles.block(b.tile, block))
-        dlogits = b.of_logits(queries, keys)[1].astype(dout.dtype)
+        dlogits = b.differentiate_logits(queries, keys)[1].astype(dout.dtype)
         return [x + dot(dlogits, piece, (1, 0)) for x, piece in zip(dq, keys.k, strict=True)]
 
     dq = over_blocks(b.tiles.blocks, step, b.zeros(q_slots))
@@ -309,11 +309,11 @@ def query_kernel(
 def key_kernel(
     operands: Operands, dq: tuple, gradients: tuple, sums: tuple, *, launch: Launch
 ) -> None:
-    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given.
+    """The gradients of a tile of keys and its values, from delta; `launch.tiles` is transposed.
 
     A packed gradient is an input, with dq in it, and an output.
     """
-    b = Backward(operands, launch).of(pl.program_id(2))
+    b = Backward(operands, launch).for_example(pl.program_id(2))
     dk_ref, dv_ref = gradients * 2 if dq else gradients
     keys = b.keys(b.tiles.tile(b.tile))
     k_slots, k, _ = keys
@@ -322,7 +322,7 @@ def key_kernel(
         dk, dv = carry
         queries = b.with_sums(b.queries(b.tiles.block(b.tile, block)), delta=True)
         dout = queries.dout
-        weights, dlogits = b.of_logits(queries, keys, by_key=True)
+        weights, dlogits = b.differentiate_logits(queries, keys, by_key=True)
         dlogits = dlogits.astype(dout.dtype)
         dk = [x + dot(dlogits, piece, (1, 0)) for x, piece in zip(dk, queries.q, strict=True)]
         return dk, dv + dot(weights.astype(dout.dtype), dout, (1, 0))
@@ -344,19 +344,19 @@ def bias_kernel(operands: Operands, total_ref: Any, *, launch: Launch) -> None:
     """
     b, tiles = Backward(operands, launch), launch.tiles
     items, groups = b.q.shape[0] * tiles.repeats, total_ref.shape[0]
-    shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), pl.program_id(2)
-    share, block = divide(b.tile, tiles.blocks)
+    parts, each, group = tiles.tiles // tiles.repeats, -(-items // groups), pl.program_id(2)
+    part, block = divide(b.tile, tiles.blocks)
 
     def step(number: Int[Array, ""], total: Array) -> Array:
         work = group * each + number
         item, repeat = divide(jnp.minimum(work, items - 1), tiles.repeats)
-        tile, here = repeat * shares + share, b.of(item)
+        tile, example = repeat * parts + part, b.for_example(item)
         q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
         q_slots = q_slots._replace(exists=q_slots.exists & (work < items))
-        queries, keys = here.queries(q_slots), here.keys(k_slots)
-        return total + here.of_logits(here.with_sums(queries), keys)[1]
+        queries, keys = example.queries(q_slots), example.keys(k_slots)
+        return total + example.differentiate_logits(example.with_sums(queries), keys)[1]
 
     total = jax.lax.fori_loop(0, each, step, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
-    row = share * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    row = part * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     column = block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
     plt.store(total_ref.at[group, b.head, row[:, None], column[None, :]], total)

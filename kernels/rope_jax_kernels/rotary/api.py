@@ -16,7 +16,7 @@ LEAST_SECONDS = 10e-6
 
 
 def in_place_pays(pairs: int, *arrays: Float[Array, "B _ _ D"]) -> bool:
-    """Whether one launch that turns `pairs` pairs of these arrays in place is worth it."""
+    """True if one launch that turns `pairs` pairs of these arrays in place is worth it."""
     moved = sum(4 * pairs * x.size // max(1, x.shape[-1]) * x.dtype.itemsize for x in arrays)
     return moved >= LEAST_SECONDS * device.bandwidth() and all(
         halves_traffic(pairs, x) for x in arrays
@@ -76,8 +76,8 @@ def rotate_qkv(
     """Rotates q and k inside a packed projection; v is unchanged.
 
     Equal to `rotate` on the parts: bit for bit by the kernels, and by "xla" outside of `jax.jit`.
-    Inside, XLA may compute a product and a sum as one operation, which rounds once, in one of the
-    two programs: results then are equal up to the rounding of products.
+    Inside, XLA may fuse a product and a sum into one operation, which rounds once, in one of the
+    two programs only: results are then equal up to the rounding of products.
 
     Example:
         >>> import jax.numpy as jnp

@@ -40,7 +40,7 @@ class Rows:
         direction: 1, or -1 to turn back.
         interpret: whether to run in interpret mode.
         padding: tokens of zeros after the last one, of q, k and v apart (see `unpack`).
-        tile: measured sizes of the kernel's tile; () for its own.
+        tile: measured sizes of the kernel's tile; () for the planned ones.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class Rows:
     order: Literal["LN", "NL", "L3N"]
     pairing: Pairing
     direction: int = 1
-    interpret: bool = dataclasses.field(default_factory=device.interpreted)
+    interpret: bool = dataclasses.field(default_factory=device.is_interpreted)
     padding: int = 0
     tile: TileSizes = ()
 
@@ -73,12 +73,12 @@ class Kernel:
     Attributes:
         launch: `launch(rows, arrays, angles, saved=(), *, in_place=True)` turns arrays [B, rows, D]
             of one shape in one launch, by angles (coords [L, A], freqs [N or 1, A, R]) or
-            (theta [N or 1, L, R],). Where the gradient of the angles is wanted, `saved` has the
+            (theta [N or 1, L, R],). Where the angles need a gradient, `saved` has the
             inputs of the forward pass. Without `in_place`, channels that do not turn are left
             undefined. Returns the turned arrays, and with `saved` the partial sums of the gradient
             of theta, [G, L * N, R] float32 in the rows' order (otherwise None).
-        back: `back(rows, gradients, angles)` turns gradients back in place of `launch`, where no
-            gradient of the angles is wanted; None for `launch`.
+        back: `back(rows, gradients, angles)` turns gradients back instead of `launch`, where the
+            angles need no gradient; None for `launch`.
     """
 
     launch: Callable
@@ -147,8 +147,8 @@ def turn_forward(kernel: Kernel, rows: Rows, arrays: tuple, angles: tuple) -> tu
         return turn(kernel, rows, values, angle_values), (angle_values, ())
     # Saved inputs cannot be overwritten. If all channels turn, a second buffer costs nothing more;
     # otherwise XLA copies.
-    whole = rows.order != "L3N" and 2 * angle_values[-1].shape[-1] == values[0].shape[-1]
-    turned, _ = kernel.launch(rows, values, angle_values, in_place=not whole)
+    all_turn = rows.order != "L3N" and 2 * angle_values[-1].shape[-1] == values[0].shape[-1]
+    turned, _ = kernel.launch(rows, values, angle_values, in_place=not all_turn)
     return turned, (angle_values, values)
 
 
@@ -195,8 +195,8 @@ def gradients_of_angles(rows: Rows, angles: tuple, partial: Float[Array, "G rows
     return dcoords.astype(angles[0].dtype), dfreqs.astype(angles[1].dtype)
 
 
-def named_angles(rotation: Rotation | None, theta: Array | None = None) -> dict[str, Any]:
-    """The arrays that describe the angles, by their names in error messages."""
+def angle_arrays(rotation: Rotation | None, theta: Array | None = None) -> dict[str, Any]:
+    """The arrays that describe the angles, by the names that error messages use."""
     if rotation is None:
         return {"theta": theta}
     return {"rotation.coords": rotation.coords, "rotation.freqs": rotation.freqs}

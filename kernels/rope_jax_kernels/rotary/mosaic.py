@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array
 
 from rope_jax_kernels import device
-from rope_jax_kernels.rotary.kernel import Kernel, Rows, named_angles
+from rope_jax_kernels.rotary.kernel import Kernel, Rows, angle_arrays
 from rope_jax_kernels.rotary.tile_sizes import LONGEST_COPY
 from rope_jax_kernels.rotation import Pairing, Rotation
 
@@ -39,12 +39,12 @@ def refusal(
     pairing: Pairing | None = None,
     layout: str | None = None,
 ) -> str | None:
-    """Why the kernel cannot serve a call with these arguments, or None.
+    """The reason why the kernel cannot serve a call with these arguments, or None.
 
-    Mostly what the copy engine cannot address and Mosaic GPU cannot do in registers.
+    Mostly limits of the copy engine's addressing, and of Mosaic GPU's operations in registers.
     """
     del layout
-    angles = named_angles(rotation, theta)
+    angles = angle_arrays(rotation, theta)
     if reason := device.refusal_of_arrays(arrays | angles):
         return reason
     pairing = pairing if rotation is None else rotation.pairing

@@ -33,17 +33,17 @@ def layouts(tile: tile_sizes.StreamedTile) -> tuple[Any, Any, Any]:
     Each thread holds `tile.vector` neighbouring pairs; threads run along a row first.
     """
     wide, high = tile.row_threads * tile.vector, tile_sizes.WARP // tile.row_threads
-    of_tile = mgpu.TiledLayout(
+    tile_layout = mgpu.TiledLayout(
         plgpu.Tiling(((tile_sizes.WARPS * high, wide), (high, wide), (tile.vector,))),
         (-5,),
         (-3, -2),
         -1,
         _check_canonical=False,
     ).canonicalize()
-    of_rows, of_columns = of_tile.reduce([1]), of_tile.reduce([0])
+    row_layout, column_layout = tile_layout.reduce([1]), tile_layout.reduce([0])
     return tuple(
         plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
-        for x in (of_tile, of_rows, of_columns)
+        for x in (tile_layout, row_layout, column_layout)
     )
 
 
@@ -80,7 +80,7 @@ def rotary_kernel(
         take(),
         take(),
     )
-    of_tile = layouts(tile)[0]
+    tile_layout = layouts(tile)[0]
 
     # Programs that run together touch neighbouring memory: the inner dimension runs fastest.
     program = jax.lax.axis_index("program")
@@ -90,14 +90,14 @@ def rotary_kernel(
     items, outside = divide(outside, tiles * rows.heads // inner)
     piece, head = (inside, outside) if rows.order == "NL" else (outside, inside)
     chunks = pl.cdiv(sources[0].shape[1], tile.batch)
-    the_set, chunk = divide(items, chunks)
+    set_index, chunk = divide(items, chunks)
     token = piece * tile.tokens
 
     def window(ref: Any, item: Array, head: Array, first: int, width: int) -> Any:
         """The tile's tokens in an array of batch items, or of sums; channels from the first."""
         tokens = pl.ds(token, tile.tokens)
         place = (head, tokens) if rows.order == "NL" else (tokens, head)
-        return ref.at[the_set, item, *place, pl.ds(first, width)]
+        return ref.at[set_index, item, *place, pl.ds(first, width)]
 
     heads = [head, rows.heads + head] if rows.order == "L3N" else [head]
     spans, width = slots[0][0].shape[2], slots[0][0].shape[4]
@@ -107,14 +107,14 @@ def rotary_kernel(
     def start(i: Array | int) -> None:
         """Starts the copies of the i-th batch item and of its saved inputs."""
         _, slot = divide(i, tile.slots)
-        for refs, their_slots in zip((sources, saved), slots, strict=True):
+        for refs, buffers in zip((sources, saved), slots, strict=True):
             for a, h, span in places if refs else []:
                 item = window(refs[a], chunk * tile.batch + i, heads[h], span * width, width)
-                plgpu.copy_gmem_to_smem(item, their_slots[a].at[slot, h, span], ready.at[slot])
+                plgpu.copy_gmem_to_smem(item, buffers[a].at[slot, h, span], ready.at[slot])
 
     for i in range(min(tile.slots, batch)):
         start(jnp.int32(i))
-    place = (the_set, head, token)
+    place = (set_index, head, token)
     theta = tile_angles(rows, tile, angles, angle_slot, angles_ready, place)
     cos, sin = mosaic.turns(theta)
     sin = rows.direction * sin
@@ -127,7 +127,7 @@ def rotary_kernel(
 
     def load(refs: list[Any]) -> list[Float[Array, "tokens R"]]:
         return [
-            plgpu.load(ref, layout=of_tile, optimized=False).astype(jnp.float32) for ref in refs
+            plgpu.load(ref, layout=tile_layout, optimized=False).astype(jnp.float32) for ref in refs
         ]
 
     def step(i: Array, dtheta: Array | None) -> Array | None:
@@ -161,7 +161,9 @@ def rotary_kernel(
         return dtheta
 
     dtheta = (
-        plgpu.layout_cast(jnp.zeros((tile.tokens, pairs), jnp.float32), of_tile) if saved else None
+        plgpu.layout_cast(jnp.zeros((tile.tokens, pairs), jnp.float32), tile_layout)
+        if saved
+        else None
     )
     dtheta = step(jnp.int32(0), dtheta) if batch == 1 else mosaic.repeat(batch, step, dtheta)
     if saved:
@@ -188,8 +190,8 @@ def tile_angles(
         slot, ready: shared memory for what is copied there, and its barrier.
         place: set, head and first token of the tile.
     """
-    (the_set, head, token), last = place, refs[-1]
-    place = (the_set if last.shape[0] > 1 else 0, head if last.shape[1] > 1 else 0)
+    (set_index, head, token), last = place, refs[-1]
+    place = (set_index if last.shape[0] > 1 else 0, head if last.shape[1] > 1 else 0)
     if len(refs) == 1:
         plgpu.copy_gmem_to_smem(last.at[*place, pl.ds(token, tile.tokens)], slot, ready)
         plgpu.barrier_wait(ready)
@@ -197,7 +199,7 @@ def tile_angles(
     coords, freqs = refs
     axes = freqs.shape[2]
     if coords.size > rows.tokens * axes:
-        token = the_set * rows.tokens + token
+        token = set_index * rows.tokens + token
     if rows.interpret:
         plgpu.copy_gmem_to_smem(coords.at[pl.ds(token, tile.tokens)], slot, ready)
     else:
@@ -240,13 +242,13 @@ def launch_sets(
     def _run_batched(
         size: int, is_batched: Any, arrays: tuple, angles: tuple, saved: tuple
     ) -> tuple[tuple[tuple, tuple], Any]:
-        of_arrays, of_angles, of_saved = is_batched
-        angles = tuple(  # those that are one for all sets stay one
+        arrays_batched, angles_batched, saved_batched = is_batched
+        angles = tuple(  # angles that all sets share stay shared
             x if x.shape[0] == 1 and not b else mosaic.merge_mapped(size, (x,), (b,))[0]
-            for x, b in zip(angles, of_angles, strict=True)
+            for x, b in zip(angles, angles_batched, strict=True)
         )
-        arrays = mosaic.merge_mapped(size, arrays, of_arrays)
-        saved = mosaic.merge_mapped(size, saved, of_saved)
+        arrays = mosaic.merge_mapped(size, arrays, arrays_batched)
+        saved = mosaic.merge_mapped(size, saved, saved_batched)
         out = jax.tree.map(
             lambda x: x.reshape(size, -1, *x.shape[1:]),
             launch_sets(rows, in_place, arrays, angles, saved),
@@ -274,7 +276,9 @@ def launch_one(
     turning = 2 if rows.order == "L3N" else 1  # heads of one array that turn by the same angles
     copies = turning * len(arrays + saved)
     itemsize = max(x.dtype.itemsize for x in arrays)
-    tile = tile_sizes.streamed_tile(items, rows.tokens, sets * rows.heads, pairs, itemsize, copies)
+    tile = tile_sizes.plan_streamed_tile(
+        items, rows.tokens, sets * rows.heads, pairs, itemsize, copies
+    )
     chunks, tiles = pl.cdiv(items, tile.batch), pl.cdiv(rows.tokens, tile.tokens)
 
     # Mosaic GPU writes a tile that is contiguous in memory as one run of bytes, past the last token
@@ -288,11 +292,11 @@ def launch_one(
         coords, freqs = (x.astype(jnp.float32) for x in angles)
         axes = coords.shape[-1]
         angles = (coords.reshape((-1, axes) if rows.interpret else -1), freqs)
-        held = pieces(tile.tokens * axes)
+        coord_pieces = pieces(tile.tokens * axes)
         angle_slot = plgpu.SMEM(
-            (tile.tokens, axes) if rows.interpret else (sum(held[-1]),), jnp.float32
+            (tile.tokens, axes) if rows.interpret else (sum(coord_pieces[-1]),), jnp.float32
         )
-        angle_copies = 1 if rows.interpret else len(held)
+        angle_copies = 1 if rows.interpret else len(coord_pieces)
     scratch = [
         slots,
         angle_slot,
@@ -303,8 +307,8 @@ def launch_one(
         plgpu.Barrier(num_arrivals=angle_copies),
     ]
 
-    given = [split(x) for x in arrays]
-    out = [] if in_place else [(x.shape, x.dtype) for x in given]
+    inputs = [split(x) for x in arrays]
+    out = [] if in_place else [(x.shape, x.dtype) for x in inputs]
     if saved:
         room = tiles * tile.tokens
         padded = (rows.heads, room) if is_head_first else (room, rows.heads)
@@ -321,22 +325,22 @@ def launch_one(
         scratch_types=scratch,
         grid=(tiles * rows.heads * chunks * sets,),
         grid_names=("program",),
-        # Mosaic GPU's other semantics cannot load what is not contiguous in shared memory. No
-        # barriers of its own are needed: a thread writes the elements that it read, and those that
-        # the engine reads are committed first.
+        # Mosaic GPU's other semantics cannot load what is not contiguous in shared memory. Its
+        # automatic barriers are not needed: a thread writes the elements that it read, and those
+        # that the engine reads are committed first.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=plgpu.InterpretGPUParams() if rows.interpret else None,
         kernel_name="rotary",
     )
-    # A kernel that writes to a reference gets the array's own buffer, where nothing else needs the
-    # array.
-    given = [jax.new_ref(x) for x in given] if in_place else given
-    out = kernel(*given, *angles, *(split(x) for x in saved))
-    turned = [jax.freeze(x) for x in given] if in_place else out[: len(arrays)]
+    # A kernel that writes to a reference gets the buffer of the array itself, unless something else
+    # needs the array.
+    inputs = [jax.new_ref(x) for x in inputs] if in_place else inputs
+    out = kernel(*inputs, *angles, *(split(x) for x in saved))
+    turned = [jax.freeze(x) for x in inputs] if in_place else out[: len(arrays)]
     sums = ()
     if saved:
-        kept = out[-1][:, :, :, : rows.tokens] if is_head_first else out[-1][:, :, : rows.tokens]
-        sums = (kept.reshape(sets, chunks, rows.tokens * rows.heads, pairs),)
+        partial = out[-1][:, :, :, : rows.tokens] if is_head_first else out[-1][:, :, : rows.tokens]
+        sums = (partial.reshape(sets, chunks, rows.tokens * rows.heads, pairs),)
     return tuple(x.reshape(shape) for x in turned), sums

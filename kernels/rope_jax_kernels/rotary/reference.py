@@ -24,13 +24,13 @@ def turn_pairs(
     turned = x[..., : 2 * pairs].astype(precise)
     turn = _turn_apart if device.is_gpu() else _turn_folded
     turned = turn(turned, cos, sin, pairing).astype(x.dtype)
-    rest = x[..., 2 * pairs :]
+    unturned = x[..., 2 * pairs :]
     # Outside of jit, XLA crashes on an empty operand in a `jax.shard_map`.
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    return jnp.concatenate([turned, unturned], axis=-1) if unturned.shape[-1] else turned
 
 
 def _turn_apart(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:
-    """Members of pairs computed apart, then joined, which a GPU does in one pass."""
+    """Computes the members of pairs apart, then joins them, which a GPU does in one pass."""
     pairs = x.shape[-1] // 2
     if pairing == "half":
         a, b = x[..., :pairs], x[..., pairs:]

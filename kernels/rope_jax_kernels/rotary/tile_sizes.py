@@ -36,13 +36,13 @@ SHARED_BYTES = 200 * 1024  # shared memory of one program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The share of one program.
+    """The work of one program.
 
     Attributes:
-        rows: rows of the tile, a power of two as all sizes in Triton; what is too many is masked.
+        rows: rows of the tile, a power of two as all sizes in Triton; excess rows are masked.
         pairs: pairs of channels of the tile, the power of two from R on.
         items: batch items in flight.
-        steps: how many times `items` a program takes, one after the other.
+        steps: groups of `items` that a program processes, one after the other.
     """
 
     rows: int
@@ -65,8 +65,10 @@ def vector_pairs(pairs: int, head_dim: int, itemsize: int, pairing: str) -> int:
     return channels if pairing == "half" else max(1, channels // 2)
 
 
-def tile_of(batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairing: str) -> Tile:
-    """The tile for [batch, rows] rows of `head_dim` channels, of which `pairs` pairs turn."""
+def plan_tile(
+    batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairing: str
+) -> Tile:
+    """Plans tiles for [batch, rows] rows of `head_dim` channels, of which `pairs` pairs turn."""
     padded = power_of_two(pairs)
     threads_per_row = max(1, padded // vector_pairs(pairs, head_dim, itemsize, pairing))
     tile_rows = max(1, THREADS // threads_per_row)
@@ -80,15 +82,15 @@ def tile_of(batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pai
     return Tile(tile_rows, padded, items, steps)
 
 
-def spread_tile_of(
+def plan_spread_tile(
     batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairing: str
 ) -> Tile:
-    """`tile_of`, with fewer rows where its programs would leave multiprocessors idle.
+    """`plan_tile`, with fewer rows where its programs would leave multiprocessors idle.
 
     The time of such a launch should be that of one thread, which then has less to do, with narrower
     accesses. Decided by counting instructions, not by measurements.
     """
-    tile = tile_of(batch, rows, pairs, head_dim, itemsize, pairing)
+    tile = plan_tile(batch, rows, pairs, head_dim, itemsize, pairing)
     while (
         tile.rows > 1
         and tile.rows * tile.pairs > LEAST_PAIRS * THREADS
@@ -100,7 +102,7 @@ def spread_tile_of(
 
 @dataclasses.dataclass(frozen=True)
 class StreamedTile:
-    """The share of one program whose data passes through shared memory, item after item.
+    """The work of one program whose data passes through shared memory, item after item.
 
     Attributes:
         tokens: of the tile, any number; those past the last are neither read nor written.
@@ -117,15 +119,15 @@ class StreamedTile:
     slots: int
 
 
-def streamed_tile(
+def plan_streamed_tile(
     batch: int, tokens: int, heads: int, pairs: int, itemsize: int, copies: int
 ) -> StreamedTile:
-    """The tile for [batch, tokens, heads] rows, of which `pairs` pairs turn.
+    """Plans tiles for [batch, tokens, heads] rows, of which `pairs` pairs turn.
 
     Args:
         batch: B.
         tokens: L.
-        heads: N, of all arrays beside each other that have angles of their own.
+        heads: N, summed over arrays with separate angles that are processed together.
         pairs: R.
         itemsize: bytes of a number.
         copies: copies to shared memory that one batch item of a tile takes.
@@ -168,7 +170,7 @@ def streamed_tile(
 
 
 def halves_traffic(pairs: int, x: Float[Array, "*_ D"]) -> bool:
-    """Whether turning `pairs` pairs of x [..., D] in place moves at most half the bytes of a copy.
+    """True if turning `pairs` pairs of x [..., D] in place moves at most half a copy's bytes.
 
     Plain jnp under jit is one fused pass that reads and writes every channel; an in-place kernel
     touches only the rotated ones, in sectors. If all channels turn, both move the same bytes, and

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from rope_jax_kernels import device
 from rope_jax_kernels.arithmetic import cos_sin
 from rope_jax_kernels.rotary import tile_sizes
-from rope_jax_kernels.rotary.kernel import Kernel, Rows, named_angles
+from rope_jax_kernels.rotary.kernel import Kernel, Rows, angle_arrays
 from rope_jax_kernels.rotation import Pairing, Rotation
 
 
@@ -24,8 +24,8 @@ class Turns:
     Attributes:
         index: of each row among those that turn.
         pair: of each pair of channels.
-        in_tile: [rows, 1], which rows exist.
-        inside: [rows, R], which pairs of which rows exist.
+        in_tile: [rows, 1], mask of the rows that exist.
+        inside: [rows, R], mask of the pairs of rows that exist.
         cos, sin: of the angle of each pair, in the direction of the rows.
     """
 
@@ -88,7 +88,7 @@ class Turns:
         return [x.astype(jnp.float32) for x in chunks]
 
     def over_items(self, step: Callable[[Array | int, Any], Any], sums: tuple) -> None:
-        """dtheta = step(i, dtheta) for all batch items of the program, as many as are in flight.
+        """dtheta = step(i, dtheta) for all batch items of the program, those in flight at a time.
 
         Where there is a ref for it, writes dtheta, the gradient of theta; otherwise it is None.
         """
@@ -159,7 +159,7 @@ def launch(
     batch, _, head_dim = arrays[0].shape
     count, pairs = rows.tokens * rows.heads, angles[-1].shape[-1]
     itemsize = min(x.dtype.itemsize for x in arrays)
-    tile = tile_sizes.spread_tile_of(batch, count, pairs, head_dim, itemsize, rows.pairing)
+    tile = tile_sizes.plan_spread_tile(batch, count, pairs, head_dim, itemsize, rows.pairing)
     warps = tile_sizes.WARPS
     if rows.tile:
         ((_, (tile_rows, items, steps, warps)),) = rows.tile
@@ -191,6 +191,6 @@ def refusal(
     pairing: Pairing | None = None,
     layout: str | None = None,
 ) -> str | None:
-    """Why the kernel cannot serve a call with these arguments, or None."""
+    """The reason why the kernel cannot serve a call with these arguments, or None."""
     del pairing, layout
-    return device.refusal_of_arrays(arrays | named_angles(rotation, theta)) or device.refusal()
+    return device.refusal_of_arrays(arrays | angle_arrays(rotation, theta)) or device.refusal()

@@ -27,14 +27,14 @@ from rope_jax_kernels.rotation import Rotation
 BYTES_IN_FLIGHT = 256  # of one thread between its loads and its stores: 64 registers
 
 
-def tile_of(
+def plan_tile(
     batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairing: str
 ) -> tile_sizes.Tile:
-    """The tile of `tile_sizes` with one batch item in flight.
+    """Plans the tile of `tile_sizes` with one batch item in flight.
 
     Whole rows of three arrays are in flight here, and not only the turning part of two.
     """
-    tile = tile_sizes.tile_of(batch, rows, pairs, head_dim, itemsize, pairing)
+    tile = tile_sizes.plan_tile(batch, rows, pairs, head_dim, itemsize, pairing)
     most = tile_sizes.THREADS * BYTES_IN_FLIGHT // (power_of_two(head_dim) * itemsize)
     while tile.rows > max(1, most):
         tile = dataclasses.replace(tile, rows=tile.rows // 2)
@@ -72,7 +72,7 @@ def moving_kernel(
     packed_rows = (q, k, k + rows.heads)
 
     def up_to(end: int, start: int = 0, width: int | None = None) -> list[tuple[Array, ...]]:
-        """Channels from start to end, if any, with the masks of what is read and what is written.
+        """Channels from start to end, if any, with a mask for reading and one for writing.
 
         They differ in the padding, whose zeros are those of masked loads.
         """
@@ -131,7 +131,7 @@ def launch(
 ) -> tuple[tuple, Array | None]:
     """Splits (qkv [B, L * 3 * N, D],) into q, k, v [B, M * N, D], or packs these; q and k turn.
 
-    M is L and the padding. Nothing is in place, whatever is asked.
+    M is L plus the padding. `in_place` has no effect.
 
     Returns:
         The arrays, and with `saved` the partial sums of the gradient of theta, [G, L * N, R]
@@ -141,7 +141,7 @@ def launch(
     batch, _, head_dim = arrays[0].shape
     count, pairs, dtype = rows.tokens * rows.heads, angles[1].shape[2], arrays[0].dtype
     written = count + rows.padding * rows.heads if len(arrays) == 1 else count
-    tile = tile_of(batch, written, pairs, head_dim, dtype.itemsize, rows.pairing)
+    tile = plan_tile(batch, written, pairs, head_dim, dtype.itemsize, rows.pairing)
     grid = (pl.cdiv(written, tile.rows), pl.cdiv(batch, tile.batch))
     shapes = (
         [((batch, written, head_dim), dtype)] * 3
@@ -208,6 +208,6 @@ def refusal(
     backward: str | None = None,
     padding: int = 0,
 ) -> str | None:
-    """Why the kernel cannot serve a call with these arguments, or None."""
+    """The reason why the kernel cannot serve a call with these arguments, or None."""
     del backward, padding
     return triton.refusal(arrays, rotation=rotation)

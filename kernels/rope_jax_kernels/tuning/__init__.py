@@ -1,5 +1,5 @@
-"""Calls that are recorded, measured on this device, and served by what was fastest.
+"""Calls that are recorded, measured on this device, and served by the fastest candidate.
 
-`record` notes calls, `measure` compares and times what could serve them, `choices` keeps what was
-found. This folder uses `dispatch`; the kernels know nothing of it.
+`record` notes calls, `measure` compares and times the candidates for them, `choices` keeps the
+results. This folder uses `dispatch`; the kernels do not depend on it.
 """

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from rope_jax_kernels import device, dispatch
-from rope_jax_kernels.tuning.record import key_of
+from rope_jax_kernels.tuning.record import call_key
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 SHIPPED = PACKAGE / "measured"
@@ -45,8 +45,8 @@ def cache_folder() -> pathlib.Path:
 
 
 @functools.cache
-def sources_of_kernels() -> str:
-    """A short hash of this package's sources: what was measured with others no longer holds."""
+def hash_sources() -> str:
+    """Computes a short hash of this package's sources; with others, measurements are void."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
@@ -59,13 +59,13 @@ def file_name(kind: str, version: str, sources: str) -> str:
     >>> file_name("NVIDIA H200", "0.11.2", "0a1b2c3d")
     'nvidia_h200-jax0.11.2-0a1b2c3d.json'
     """
-    return f"{word_of(kind)}-jax{version}-{sources}.json"
+    return f"{slugify(kind)}-jax{version}-{sources}.json"
 
 
-def word_of(kind: str) -> str:
-    """A kind of device in names of files.
+def slugify(kind: str) -> str:
+    """Converts a kind of device to a word for file names.
 
-    >>> word_of("NVIDIA H200")
+    >>> slugify("NVIDIA H200")
     'nvidia_h200'
     """
     return re.sub("[^a-z0-9]+", "_", kind.lower())
@@ -90,7 +90,7 @@ class Measured:
     """The measurements of one call, with its gradients or without them.
 
     Attributes:
-        choice: the fastest candidate that is right.
+        choice: the fastest correct candidate.
         default: name of the candidate that is used without a measurement.
         microseconds: name of each candidate that was timed -> median of one call.
         left_out: name of each other candidate -> the reason.
@@ -118,16 +118,16 @@ class Choices:
     Attributes:
         device: kind of the device, as jax names it.
         jax: version of jax.
-        calls: call (`Call.key`) -> `Call.direction` -> what was measured.
+        calls: call (`Call.key`) -> `Call.direction` -> measurements.
         everywhere: an implementation for every call that it serves, or None.
-        sources: of the kernels that were measured, see `sources_of_kernels`.
+        sources: of the kernels that were measured, see `hash_sources`.
     """
 
     device: str = ""
     jax: str = jax.__version__
     calls: dict[str, dict[str, Measured]] = dataclasses.field(default_factory=dict)
     everywhere: str | None = None
-    sources: str = dataclasses.field(default_factory=sources_of_kernels)
+    sources: str = dataclasses.field(default_factory=hash_sources)
 
     def __post_init__(self):
         self._entered = []
@@ -142,10 +142,10 @@ class Choices:
         self._entered.pop().__exit__(*error)
 
     def misfit(self) -> str | None:
-        """Why the choices say nothing about the target's calls; None if they do."""
+        """The reason why the choices do not apply to the target's calls, or None."""
         if self.device not in ("", device.kind()):
             return f"measured on another kind of device, {self.device}"
-        if self.calls and self.sources != sources_of_kernels():
+        if self.calls and self.sources != hash_sources():
             return "measured with other sources of the kernels"
         return None
 
@@ -153,12 +153,12 @@ class Choices:
         """The choice for a call on the target device, or None."""
         if self.everywhere is not None:
             return Choice(self.everywhere)
-        measured = self.calls.get(key, {})
-        found = measured.get("training") or measured.get("forward")
-        if found is not None and (reason := self.misfit()):
+        directions = self.calls.get(key, {})
+        measured = directions.get("training") or directions.get("forward")
+        if measured is not None and (reason := self.misfit()):
             _say_once(f"choices are not used: they were {reason}")
             return None
-        return found and found.choice
+        return measured and measured.choice
 
     def to_json(self) -> str:
         """The choices as text; `from_json` reads it."""
@@ -176,11 +176,11 @@ class Choices:
             if content["format"] != 1:
                 raise ValueError(f"format {content['format']!r}; this version reads 1")
             calls = {
-                key: {name: _measured(**fields) for name, fields in found.items()}
-                for key, found in content["calls"].items()
+                key: {name: _parse_measured(**fields) for name, fields in directions.items()}
+                for key, directions in content["calls"].items()
             }
-            rest = {name: content.get(name) for name in ("everywhere", "sources")}
-            return cls(content["device"], content["jax"], calls, **rest)
+            optional = {name: content.get(name) for name in ("everywhere", "sources")}
+            return cls(content["device"], content["jax"], calls, **optional)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"these are no choices of kernels: {error!r}") from error
 
@@ -206,19 +206,19 @@ class Choices:
         path = cache_folder() / file_name(self.device, self.jax, self.sources)
         path.parent.mkdir(parents=True, exist_ok=True)
         before = _read(path) or Choices()
-        added = {key: before.calls.get(key, {}) | found for key, found in self.calls.items()}
-        dataclasses.replace(self, calls=before.calls | added).save(path)
+        merged = {key: before.calls.get(key, {}) | new for key, new in self.calls.items()}
+        dataclasses.replace(self, calls=before.calls | merged).save(path)
         return path
 
 
-def _measured(choice: dict, default: str, microseconds: dict, left_out: dict) -> Measured:
+def _parse_measured(choice: dict, default: str, microseconds: dict, left_out: dict) -> Measured:
     tile = tuple((part, tuple(size)) for part, size in choice["tile"])
     return Measured(Choice(choice["implementation"], tile), default, microseconds, left_out)
 
 
 def choose(op: str, arguments: dict[str, Any], default: str) -> Choice:
     """The measured choice for a call, where one is in force and serves it, else its default."""
-    key = key_of(op, arguments)
+    key = call_key(op, arguments)
     for choices in _in_force():
         if (choice := choices.of(key)) is None:
             continue
@@ -237,15 +237,15 @@ def _in_force() -> list[Choices]:
     """
     if _IN_FORCE.value is not None or not device.is_gpu():
         return [_IN_FORCE.value or Choices()]
-    name, folders = file_name(device.kind(), jax.__version__, sources_of_kernels()), [SHIPPED]
+    name, folders = file_name(device.kind(), jax.__version__, hash_sources()), [SHIPPED]
     if jax.process_count() == 1:
         with contextlib.suppress(RuntimeError):  # a user without a home folder
             folders.insert(0, cache_folder())
-    return [found for folder in folders if (found := _read(folder / name)) is not None]
+    return [choices for folder in folders if (choices := _read(folder / name)) is not None]
 
 
 def _read(path: pathlib.Path) -> Choices | None:
-    """The choices in a file; None without one, or (said once) if it is damaged."""
+    """The choices in a file; None without one, or (reported once) if it is damaged."""
     try:
         return Choices.load(path) if path.exists() else None
     except (ValueError, OSError) as error:

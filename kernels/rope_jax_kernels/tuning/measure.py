@@ -1,11 +1,11 @@
 """Measuring on this device which implementation and which tile serve each call best.
 
-A candidate must first be right: within the tolerances of the tests of "xla" in float64, and with
-equal bits in two runs. One that is wrong, crashes or does not compile is left out. What is fastest
-of the others is chosen.
+A candidate must first be correct: within the tests' tolerances of "xla" in float64, and bit for bit
+equal in two runs. One that is wrong, crashes or does not compile is left out. The fastest of the
+others is chosen.
 
-A program computes a call (and the wanted gradients) `count` times in one compiled loop, so that
-launches from Python are not timed, and one run with count 1 gives the results to compare.
+A program computes a call (and its gradients) `count` times in one compiled loop, so that launches
+from Python are not timed, and one run with count 1 gives the results to compare.
 """
 
 import concurrent.futures
@@ -26,11 +26,11 @@ from jaxtyping import Array
 from rope_jax_kernels import device, dispatch
 from rope_jax_kernels.accuracy import allowed_error, error
 from rope_jax_kernels.tuning.choices import Choice, Choices, Measured
-from rope_jax_kernels.tuning.record import Call, arrays_of
+from rope_jax_kernels.tuning.record import Call, split_arrays
 from rope_jax_kernels.tuning.tiles import OTHER_TILES
 
 COMPILING = 0.7  # of the time, after which no further program is compiled
-WORTH = 0.98  # of the default's time; what is not faster than that is noise
+WORTH = 0.98  # of the default's time; a smaller gain is noise
 NO_CALLS = (
     "nothing to tune: no call was recorded. Calls with a named implementation, and those that XLA "
     "may partition over several devices, are not"
@@ -68,12 +68,12 @@ def tune(
 
     Args:
         calls: from `record`.
-        seconds: after which nothing else is begun. The calls that take longest come first; those
-            that are left keep their defaults, and candidates that are left are not chosen.
-        say: takes one sentence about what is left out, and why.
+        seconds: after which nothing else is started. The calls that take longest come first; the
+            remaining calls keep their defaults, and the remaining candidates are not chosen.
+        say: takes one sentence about each omission and its reason.
 
     Returns:
-        The choices, of calls for which there was more than one candidate.
+        The choices for calls with more than one candidate.
 
     Raises:
         TypeError: `calls` are not those that `record` notes.
@@ -88,26 +88,26 @@ def tune(
     if reason := nothing_to_tune() or (None if calls else NO_CALLS):
         say(reason)
         return choices
-    until, left = time.monotonic() + seconds, 0
+    deadline, unmeasured = time.monotonic() + seconds, 0
     problems = sorted(map(Problem, calls), key=lambda problem: problem.weight, reverse=True)
     all_programs = _compile_all(problems, seconds)
     for problem, programs in all_programs.items():
-        call, measured = problem.call, _measure(problem, programs, until)
+        call, measured = problem.call, _measure(problem, programs, deadline)
         if measured.microseconds:
             choices.calls.setdefault(call.key, {})[call.direction] = measured
         else:
-            left += 1
+            unmeasured += 1
         for name, reason in measured.left_out.items():
             if reason != NO_TIME and " " not in name:  # an implementation, not another tile of one
                 say(f"{name} {reason}; it is left out of {call.key}")
-    if left:
-        say(f"{left} of {len(all_programs)} calls were not measured and keep their defaults")
+    if unmeasured:
+        say(f"{unmeasured} of {len(all_programs)} calls were not measured and keep their defaults")
     return choices
 
 
 def nothing_to_tune() -> str | None:
-    """Why nothing can be measured on the current device; None if kernels run on it."""
-    if device.is_gpu() or device.interpreted():
+    """The reason why nothing can be measured on the current device; None if kernels run on it."""
+    if device.is_gpu() or device.is_interpreted():
         return None
     return (
         f'nothing to tune: kernels need a GPU, and this is {device.kind()}; "xla" serves every call'
@@ -115,7 +115,7 @@ def nothing_to_tune() -> str | None:
 
 
 def on_one_device() -> Any:
-    """A context of calls that XLA need not partition, as each of several devices makes them."""
+    """A context for calls that XLA need not partition, as each of several devices makes them."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=target)
     return jax.sharding.use_abstract_mesh(mesh)
@@ -132,14 +132,14 @@ class Problem:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        operands, self._put = arrays_of(call.arguments)
+        operands, self._put = split_arrays(call.arguments)
         self.weight = call.count * sum(x.size * x.dtype.itemsize for x in operands.values())
         with on_one_device():
             self.shapes = operands, jax.eval_shape(functools.partial(self._outputs, XLA), operands)
 
     def candidates(self) -> list[Choice]:
         """ "xla", the default, and all that do not refuse, with their planned and other tiles."""
-        op, found = self.call.op, [XLA, Choice(self.call.default)]
+        op, candidates = self.call.op, [XLA, Choice(self.call.default)]
 
         def find(operands: Named) -> None:
             arguments = self._put(operands)
@@ -147,11 +147,11 @@ class Problem:
                 if dispatch.refusal(op, name, arguments) is None:
                     other_tiles = OTHER_TILES.get(module, lambda *_: [])
                     tiles = other_tiles(bool(self.call.gradients), arguments)
-                    found.extend(Choice(name, tile) for tile in [(), *tiles])
+                    candidates.extend(Choice(name, tile) for tile in [(), *tiles])
 
         with on_one_device():
             jax.eval_shape(find, self.shapes[0])
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(candidates))
 
     def _outputs(self, choice: Choice, operands: Named) -> tuple:
         """The outputs, by one candidate."""
@@ -160,11 +160,11 @@ class Problem:
         return out if isinstance(out, tuple) else (out,)
 
     def _step(self, choice: Choice, operands: Named, cotangents: tuple) -> tuple[tuple, Named]:
-        """Outputs and wanted gradients, by one candidate."""
+        """Outputs and gradients, by one candidate."""
         if not self.call.gradients:
             return self._outputs(choice, operands), {}
-        wanted = {name: operands[name] for name in sorted(self.call.gradients)}
-        out, pull = jax.vjp(lambda some: self._outputs(choice, operands | some), wanted)
+        inputs = {name: operands[name] for name in sorted(self.call.gradients)}
+        out, pull = jax.vjp(lambda some: self._outputs(choice, operands | some), inputs)
         return out, pull(cotangents)[0]
 
     def loop(self, choice: Choice, operands: Named, cotangents: tuple, count: Any) -> Named:
@@ -194,7 +194,7 @@ class Problem:
         return results | {f"gradient of {x}": y for x, y in zip(back, cotangents, strict=False)}
 
     def compile(self, choice: Choice, shapes: tuple[Named, tuple] | None = None) -> Callable:
-        """The compiled loop of a candidate, for these shapes or those given."""
+        """The compiled loop of a candidate, for the problem's shapes or others."""
 
         def run(operands: Named, cotangents: tuple, count: Array) -> Named:
             with Choices(), on_one_device():
@@ -205,14 +205,14 @@ class Problem:
 
     def compile_exact(self) -> Callable:
         """The compiled reference: "xla" in float64, for the examples that are compared."""
-        shapes = jax.eval_shape(_compared, *self.shapes)
+        shapes = jax.eval_shape(_select_examples, *self.shapes)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float64), shapes)
             return self.compile(XLA, wide)
 
 
-def _compared(operands: Named, cotangents: tuple) -> tuple[Named, tuple]:
-    """Operands and cotangents of the examples that are compared."""
+def _select_examples(operands: Named, cotangents: tuple) -> tuple[Named, tuple]:
+    """Selects the operands and cotangents of the examples that are compared."""
     few = {name: _ends(x) if name in dispatch.DATA else x for name, x in operands.items()}
     return few, tuple(map(_ends, cotangents))
 
@@ -240,8 +240,8 @@ class Trial:
         operands, cotangents = jax.tree.map(draw, problem.shapes)
         middle = slice(ENDS, -ENDS)  # without gradients, so that sums over examples compare
         self.arguments = operands, tuple(x.at[middle].set(0) for x in cotangents)
-        self.dtype = next(iter(dispatch.data_of(operands).values())).dtype
-        few = _compared(*self.arguments)
+        self.dtype = next(iter(dispatch.select_data(operands).values())).dtype
+        few = _select_examples(*self.arguments)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: np.asarray(x, np.float64), few)
             self.exact = jax.tree.map(np.asarray, exact(*wide, np.int32(1)))
@@ -259,11 +259,11 @@ class Trial:
     def fault(self, program: Callable) -> str | None:
         """The fault of a compiled candidate: too large an error, or two runs that differ."""
         results, again = self.run(program, 1), self.run(program, 1)
-        for name, found in self.errors(results).items():
+        for name, deviation in self.errors(results).items():
             gradient = name.startswith("gradient")
             allowed = allowed_error(self.plain[name], self.dtype, gradient=gradient)
-            if not found <= allowed:
-                return f"its {name} is off by {found:.2g}, {allowed:.2g} are allowed"
+            if not deviation <= allowed:
+                return f"its {name} is off by {deviation:.2g}, {allowed:.2g} are allowed"
             if not jnp.array_equal(results[name], again[name], equal_nan=True):
                 return f"its {name} differs between two equal runs"
         return None
@@ -271,15 +271,15 @@ class Trial:
     def time(self, program: Callable) -> float:
         """Median microseconds of one step of a compiled candidate."""
 
-        def timed(count: int) -> float:
+        def time_run(count: int) -> float:
             start = time.perf_counter()
             self.run(program, count)
             return time.perf_counter() - start
 
-        # Without the time that a run takes however short it is.
-        step = (timed(4) - timed(1)) / 3
+        # The difference excludes the fixed time of a run.
+        step = (time_run(4) - time_run(1)) / 3
         count = int(np.clip(RUN_S / max(step, 1e-9), 3, MOST_STEPS))
-        return 1e6 * statistics.median(timed(count) for _ in range(RUNS)) / count
+        return 1e6 * statistics.median(time_run(count) for _ in range(RUNS)) / count
 
 
 def _compile_all(problems: list[Problem], seconds: float) -> dict[Problem, Programs]:
@@ -302,13 +302,13 @@ def _compile_all(problems: list[Problem], seconds: float) -> dict[Problem, Progr
     return {x: {y: futures[x, y] for y in (EXACT, *some)} for x, some in candidates.items()}
 
 
-def _measure(problem: Problem, programs: Programs, until: float) -> Measured:
+def _measure(problem: Problem, programs: Programs, deadline: float) -> Measured:
     """Compares and times all candidates of a problem; no times without those of "xla"."""
     times: dict[Choice, float] = {}
     left_out: dict[str, str] = {}
     exact, trial = programs.pop(EXACT), None
     for choice, program in programs.items():
-        if time.monotonic() > until or exact.cancelled() or program.cancelled():
+        if time.monotonic() > deadline or exact.cancelled() or program.cancelled():
             left_out[choice.name] = NO_TIME
             continue
         try:

@@ -46,7 +46,7 @@ class Call:
     @property
     def key(self) -> str:
         """The call in one line, the same in every process."""
-        return key_of(self.op, self.arguments)
+        return call_key(self.op, self.arguments)
 
     @property
     def direction(self) -> str:
@@ -54,14 +54,14 @@ class Call:
         return "training" if self.gradients else "forward"
 
 
-def key_of(op: str, arguments: dict[str, Any]) -> str:
+def call_key(op: str, arguments: dict[str, Any]) -> str:
     """A call in one line: its operation, shapes, dtypes and static arguments.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from rope_jax_kernels import Global
-        >>> from rope_jax_kernels.tuning.record import key_of
-        >>> key_of("attention", {"q": jnp.ones((2, 5, 3, 16)), "pattern": Global(), "bias": None})
+        >>> from rope_jax_kernels.tuning.record import call_key
+        >>> call_key("attention", {"q": jnp.ones((2, 5, 3, 16)), "pattern": Global(), "bias": None})
         'attention q=float32[2,5,3,16] pattern=Global()'
     """
     words = [f"{name}={_text(value)}" for name, value in arguments.items() if value is not None]
@@ -80,10 +80,10 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def arrays_of(
+def split_arrays(
     arguments: dict[str, Any],
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """The arrays among a call's arguments, apart from its static ones.
+    """Splits the arrays of a call's arguments from its static ones.
 
     Returns:
         The arrays by name ("qkv", "rotation.freqs"), and a function that returns the arguments with
@@ -109,38 +109,38 @@ class _Calls(list):
 def note(op: str, arguments: dict[str, Any], default: str) -> dict[str, Any] | None:
     """Notes a call; returns its arguments, watched for their gradients.
 
-    None, without `record` and for a call that XLA may partition: nothing is noted then.
+    Without `record`, and for a call that XLA may partition, notes nothing and returns None.
     """
     calls = _CALLS.value
     if calls is None or device.may_be_partitioned():
         return None
-    arrays, put = arrays_of(arguments)
+    arrays, put = split_arrays(arguments)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
     new = Call(op, put(shapes), default)
     call = next((x for x in calls if x.key == new.key), new)
     if call is new:
         calls.append(new)
     call.count += 1
-    return put({name: _watched(x, name, call.gradients) for name, x in arrays.items()})
+    return put({name: _watch(x, name, call.gradients) for name, x in arrays.items()})
 
 
-def _watched(x: Array, name: str, wanted: set[str]) -> Array:
-    """The array itself, with a rule that adds its name to a set where its gradient is taken."""
+def _watch(x: Array, name: str, gradients: set[str]) -> Array:
+    """Wraps an array so that its name is added to a set where its gradient is taken."""
 
     @jax.custom_vjp
-    def unchanged(x: Array) -> Array:
+    def identity(x: Array) -> Array:
         return x
 
     def forward(x: Any) -> tuple[Array, None]:
         if x.perturbed:
-            wanted.add(name)
+            gradients.add(name)
         return x.value, None
 
     def backward(_: None, gradient: Any) -> tuple:
         return (None if isinstance(gradient, SymbolicZero) else gradient,)
 
-    unchanged.defvjp(forward, backward, symbolic_zeros=True)
-    return unchanged(x)
+    identity.defvjp(forward, backward, symbolic_zeros=True)
+    return identity(x)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 Multiply-adds are those of linear layers, convolutions and products of activations, such as the two
 of attention, in the model's program for one image: papers call them FLOPs. Norms, activations,
-additions, pooling, the resizing of maps and what a positional scheme computes are not counted, nor
-are pairs of tokens that attention computes and masks, except the padding of windows and that of
-NAT's `pad_compat`. With a head of dense prediction its auxiliary head is counted, too, which acts
-in training only.
+additions, pooling, the resizing of maps and the computations of a positional scheme are not
+counted, nor are pairs of tokens that attention computes and masks, except the padding of windows
+and that of NAT's `pad_compat`. The auxiliary head of a head of dense prediction is counted, too,
+although it acts in training only.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ def cost(model: nnx.Module, image_size: int | Grid, *, depth: int | None = None)
     images = jax.ShapeDtypeStruct((1, *image_pair(image_size), 3), jnp.float32)
 
     def run(leaves: Sequence[nnx.Variable], images: Array) -> object:
-        own = nnx.merge(graph, nnx.from_flat_state(zip(paths, leaves, strict=True)))
-        return getattr(own, "predict", own)(images)
+        merged = nnx.merge(graph, nnx.from_flat_state(zip(paths, leaves, strict=True)))
+        return getattr(merged, "predict", merged)(images)
 
     # With a CPU as default device, every part of the model uses its "xla" form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -78,8 +78,8 @@ class _Origin:
     """The origin of a value of a program; None for constants.
 
     Attributes:
-        path: of a variable of the model; or of the module that products of this activation with
-            others belong to.
+        path: of a variable of the model; or of the module to which products of this activation with
+            others belong.
         of_image: whether it depends on the image, or is the output of a layer.
     """
 
@@ -88,7 +88,7 @@ class _Origin:
 
 
 def _first(origins: Sequence[_Origin | None]) -> _Origin | None:
-    """The origin of what is computed from values: of activations, kernels, others."""
+    """The origin of a value computed from others: of activations before kernels and others."""
     order = lambda x: (x.of_image, x.path[-1:] == ("kernel",), len(x.path))
     return max((x for x in origins if x is not None), key=order, default=None)
 
@@ -99,7 +99,7 @@ def _count(
     scope: str,
     add: Callable[[tuple, int], None],
 ) -> list[_Origin | None]:
-    """Counts the multiply-adds of a program, and returns where its outputs come from.
+    """Counts the multiply-adds of a program, and returns the origins of its outputs.
 
     Args:
         jaxpr: the program.
@@ -107,36 +107,36 @@ def _count(
         scope: the names of the scopes in which it is called.
         add: is called with a module's path and a number of multiply-adds.
     """
-    known = dict(zip(jaxpr.invars, origins, strict=True))
-    origin_of = lambda x: None if isinstance(x, core.Literal) else known.get(x)
+    by_variable = dict(zip(jaxpr.invars, origins, strict=True))
+    find_origin = lambda x: None if isinstance(x, core.Literal) else by_variable.get(x)
     for equation in jaxpr.eqns:
-        operands = [origin_of(x) for x in equation.invars]
-        own_scope = f"{scope}/{equation.source_info.name_stack}"
+        operands = [find_origin(x) for x in equation.invars]
+        inner_scope = f"{scope}/{equation.source_info.name_stack}"
         inner = [*core.jaxprs_in_params(equation.params)]
         if inner and not equation.primitive.name.startswith("scatter"):
             body = inner[-1]  # of branches, the last one
             inputs, times = operands[-len(body.invars) :], equation.params.get("length", 1)
             repeat = lambda module, count, times=times: add(module, count * times)
-            outputs = _count(body, inputs, own_scope, repeat)
+            outputs = _count(body, inputs, inner_scope, repeat)
         else:
             output = _first(operands)
-            if count := _multiply_adds(equation, own_scope):
+            if count := _multiply_adds(equation, inner_scope):
                 weight = _first([x for x in operands if x is not None and not x.of_image])
                 if weight is None and None not in operands:
-                    add(_shared(*operands), count)
+                    add(_common_path(*operands), count)
                 elif weight is not None and "position" not in weight.path:
                     module = weight.path[:-1]
                     add(module, count)
-                    around = module[:-1] if weight.path[-1] == "kernel" else module
-                    output = _Origin(around, of_image=True)
+                    parent = module[:-1] if weight.path[-1] == "kernel" else module
+                    output = _Origin(parent, of_image=True)
             outputs = [output] * len(equation.outvars)
-        known |= dict(zip(equation.outvars, outputs, strict=True))
-    return [origin_of(x) for x in jaxpr.outvars]
+        by_variable |= dict(zip(equation.outvars, outputs, strict=True))
+    return [find_origin(x) for x in jaxpr.outvars]
 
 
-def _shared(one: _Origin, other: _Origin) -> tuple:
+def _common_path(first: _Origin, second: _Origin) -> tuple:
     """The path of the innermost module that both values come from."""
-    pairs = zip(one.path, other.path, strict=False)
+    pairs = zip(first.path, second.path, strict=False)
     return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 EPSILON = 1e-6
-"""Added to areas that are divided by, as in detrex, whose boxes are fractions of the image."""
+"""Added to areas before a division, as in detrex, whose boxes are fractions of the image."""
 
 
 def to_corners(boxes: Float[Array, "*N 4"]) -> Float[Array, "*N 4"]:
@@ -80,7 +80,7 @@ def iou(
 def generalised_iou(
     first: Float[Array, "*N 4"], second: Float[Array, "*M 4"], epsilon: float = EPSILON
 ) -> Float[Array, "*K"]:
-    """Intersection over union less the share of the smallest box around both that neither fills.
+    """Intersection over union, less the fraction of the smallest enclosing box that is empty.
 
     Above -1, and lower the farther apart two boxes are (Rezatofighi et al., arXiv 1902.09630,
     algorithm 1).
@@ -91,7 +91,7 @@ def generalised_iou(
 
     Args:
         first, second: corners, of shapes that broadcast.
-        epsilon: added to both areas that are divided by, see `iou`.
+        epsilon: added to both areas before the division, see `iou`.
     """
     shared, union = _intersection_and_union(first, second)
     upper = jnp.minimum(first[..., :2], second[..., :2])

@@ -51,12 +51,10 @@ def sides(extent: Int[Array, "B 2"]) -> Float[Array, "B 1 4"]:
     return jnp.tile(extent[:, ::-1], 2)[:, None].astype(jnp.float32)
 
 
-def scaled_boxes(
-    corners: Float[Array, "B M 4"], extent: Int[Array, "B 2"]
-) -> Float[Array, "B M 4"]:
-    """Centres and sizes, 0 to 1 within the extent, of boxes in pixels.
+def scale_boxes(corners: Float[Array, "B M 4"], extent: Int[Array, "B 2"]) -> Float[Array, "B M 4"]:
+    """Converts boxes in pixels to centres and sizes, 0 to 1 within the extent.
 
-    >>> scaled_boxes(jnp.array([[[0.0, 0.0, 5.0, 8.0]]]), jnp.array([[8, 10]])).tolist()
+    >>> scale_boxes(jnp.array([[[0.0, 0.0, 5.0, 8.0]]]), jnp.array([[8, 10]])).tolist()
     [[[0.25, 0.5, 0.5, 1.0]]]
 
     Args:
@@ -68,8 +66,8 @@ def scaled_boxes(
 
 def extents(extent: Int[Array, "B 2"] | None, image_size: Grid, batch: Any) -> Int[Array, "B 2"]:
     """The given extents, or those of images without padding."""
-    whole = jnp.asarray(image_size, jnp.int32)
-    return jnp.broadcast_to(whole, (batch, 2)) if extent is None else extent
+    full_size = jnp.asarray(image_size, jnp.int32)
+    return jnp.broadcast_to(full_size, (batch, 2)) if extent is None else extent
 
 
 def best_detections(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.heads.pixels import pixel_accuracy, pixel_loss
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import layer_dtypes
 from rope_jax.models.registry import Options
 from rope_jax.names.registry import Registry
 from rope_jax.positions.grids import Grid
@@ -55,10 +55,10 @@ class Head(nnx.Module):
     `num_classes`, `dtypes` and `rngs`.
 
     Attributes:
-        task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
+        task: the task of the predictions, a key of `rope_jax.tasks.TASKS`.
         padded: whether it takes the extents of images that are padded, `extent` and `image_size`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
-        optional: how many of these, the last ones, it makes itself where they are missing.
+        optional: number of these, the last ones, that it makes itself where they are missing.
         scales: of the `FeaturePyramid` that makes these maps from the last one of a plain ViT, with
             as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
@@ -84,7 +84,7 @@ class Head(nnx.Module):
 
     @abc.abstractmethod
     def __call__(
-        self, maps: Maps, *, train: bool = False, key: Array | None = None, **given: Any
+        self, maps: Maps, *, train: bool = False, key: Array | None = None, **extra: Any
     ) -> Any:
         """Predictions, in the form that the task's loss takes.
 
@@ -92,7 +92,7 @@ class Head(nnx.Module):
             maps: as many as the constructor was given channels.
             train: whether to use dropout and batch statistics.
             key: for dropout; None drops nothing.
-            given: what else the task gives its models, such as `extent` for detection.
+            extra: other arguments that the task passes, such as `extent` for detection.
         """
 
     @property
@@ -101,7 +101,7 @@ class Head(nnx.Module):
         return self.out_features
 
     def parts(self) -> dict[str, nnx.Module]:
-        """None: heads have no positional schemes. (Weights are converted for models and heads.)"""
+        """Returns no parts: heads have no schemes. (Weights are converted for models and heads.)"""
         return {}
 
     @abc.abstractmethod
@@ -205,7 +205,7 @@ def register_head(name: str, family: Callable[..., Head], options: Options) -> N
         options: defaults; their fields can be overridden by name.
 
     Raises:
-        ValueError: there is a head of this name, or it is no identifier.
+        ValueError: a head of this name exists, or the name is not an identifier.
     """
     HEADS.register(name, Entry(family, options))
 
@@ -270,6 +270,6 @@ def create_head(
         entry.options.override(f"the head {name!r}", overrides),
         channels=tuple(channels),
         num_classes=num_classes,
-        dtypes=dtypes_of(jnp.dtype(dtype)),
+        dtypes=layer_dtypes(jnp.dtype(dtype)),
         rngs=rngs,
     )

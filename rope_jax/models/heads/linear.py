@@ -27,7 +27,7 @@ class LinearOptions(Options):
 class LinearHead(SegmentationHead):
     """A dense layer on each token of the last, normalised map.
 
-    Source: Strudel et al., arXiv 2105.05633, section 3.1; several cells a token are not of the
+    Source: Strudel et al., arXiv 2105.05633, section 3.1. Several cells per token are not in the
     paper: they follow outlines finer than a patch.
     """
 

@@ -90,11 +90,11 @@ def centres(sizes: Sequence[Grid]) -> Float[np.ndarray, "L 2"]:
     >>> centres([(1, 2)]).tolist()
     [[0.25, 0.5], [0.75, 0.5]]
     """
-    found = []
+    parts = []
     for height, width in sizes:
         y, x = np.indices((height, width)) + 0.5
-        found.append(np.stack([x / width, y / height], axis=-1).reshape(-1, 2))
-    return np.concatenate(found)
+        parts.append(np.stack([x / width, y / height], axis=-1).reshape(-1, 2))
+    return np.concatenate(parts)
 
 
 def group_norm(width: int, groups: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.GroupNorm:

@@ -12,18 +12,18 @@ from rope_jax.system.sharding import gathered
 
 
 def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M"]:
-    """The query of every target, of which the sum of costs is least; no two have the same one.
+    """Assigns a different query to every target so that the sum of costs is least.
 
     A row of zeros costs the same with every query: padding changes neither the sum of the others
-    nor which of them is least. Use `jax.vmap` for a batch.
+    nor their best assignment. Use `jax.vmap` for a batch.
 
     >>> costs = jnp.array([[3.0, 1.0, 2.0], [4.0, 1.0, 9.0], [0.0, 0.0, 0.0]])
     >>> match(costs, jnp.array([True, True, False]))[:2].tolist()
     [2, 1]
 
     Args:
-        costs: of each target with each query. What is not finite counts as 0, so that the search
-            ends; the loss of such predictions is not finite either.
+        costs: of each target with each query. Values that are not finite count as 0, so that the
+            search ends; the loss of such predictions is not finite either.
         real: False for rows that are padding, whose costs do not count.
 
     Returns:
@@ -44,10 +44,10 @@ def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M
 
 
 def match_layers(costs: Float[Array, "R B M Q"], real: Bool[Array, "B M"]) -> Int[Array, "R B M"]:
-    """`match` of each of R layers and each image.
+    """Calls `match` for each of R layers and each image.
 
-    All problems are solved at once, as the search takes many short steps, one after the other; and
-    on every device, as they would wait for each other at each step.
+    All problems are solved at once, because the search takes many short sequential steps; and on
+    every device, because divided devices would wait for each other at each step.
     """
     match_batch = jax.vmap(jax.vmap(match), (0, None))
     return gathered(match_batch(gathered(costs), gathered(real)))

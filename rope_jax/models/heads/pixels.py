@@ -47,7 +47,7 @@ def pixel_loss(
 def pixel_accuracy(
     logits: Float[Array, "B h w K"], labels: UInt8[Array, "B H W"]
 ) -> Float[Array, ""]:
-    """The share of the logits' cells whose class is that of the pixel at their centre.
+    """The fraction of the logits' cells whose class is that of the pixel at their centre.
 
     It is for progress in training only: no pixel's own logits are computed.
 

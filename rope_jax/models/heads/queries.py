@@ -67,7 +67,7 @@ class Attention(nnx.Module):
         values: Float[Array, "B L C"],
         mask: Bool[Array, "#B Q L"] | None = None,
     ) -> Float[Array, "B Q C"]:
-        """Returns what every query attends to.
+        """Returns the output of every query.
 
         Args:
             queries, keys: with their positions.
@@ -77,8 +77,8 @@ class Attention(nnx.Module):
         pairs = ((self.q, queries), (self.k, keys), (self.v, values))
         q, k, v = (layer(x).reshape(*x.shape[:2], self.heads, -1) for layer, x in pairs)
         mask = None if mask is None else mask[:, None]
-        found = jax.nn.dot_product_attention(q, k, v, mask=mask)
-        return self.out(found.reshape(queries.shape))
+        output = jax.nn.dot_product_attention(q, k, v, mask=mask)
+        return self.out(output.reshape(queries.shape))
 
 
 def glorot_linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:

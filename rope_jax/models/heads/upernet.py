@@ -59,7 +59,7 @@ class Classifier(nnx.Module):
 
 
 class PyramidPooling(nnx.Module):
-    """Averages of 1, 2, 3 and 6 bins a side, projected and resized, beside the map itself.
+    """Averages of 1, 2, 3 and 6 bins per side, projected and resized, next to the map itself.
 
     Source: Zhao et al., arXiv 1612.01105.
     """
@@ -117,9 +117,9 @@ class UperNet(SegmentationHead):
         self.smooth = nnx.List(ConvNorm(width, width, 3, **settings) for _ in channels[:-1])
         self.fuse = ConvNorm(len(channels) * width, width, 3, **settings)
         self.classify = Classifier(width, num_classes, options.dropout, **settings)
-        own, inputs = options.auxiliary_width, channels[options.auxiliary_map]
-        make = functools.partial(ConvHead, inputs, own, num_classes, options.dropout, **settings)
-        self.auxiliary = make() if own else None
+        hidden, inputs = options.auxiliary_width, channels[options.auxiliary_map]
+        make = functools.partial(ConvHead, inputs, hidden, num_classes, options.dropout, **settings)
+        self.auxiliary = make() if hidden else None
 
     def __call__(self, maps: Maps, *, train: bool = False, key: Array | None = None) -> PixelLogits:
         keys = (None, None) if key is None or not train else jax.random.split(key)
@@ -129,8 +129,8 @@ class UperNet(SegmentationHead):
             levels[level] += resize_maps(levels[level + 1], levels[level].shape[1:3])
         smooth = [conv(x, train) for conv, x in zip(self.smooth, levels[:-1], strict=True)]
         size = maps[0].shape[1:3]
-        same = [resize_maps(x, size) for x in (*smooth, levels[-1])]
-        fused = self.fuse(jnp.concatenate(same, axis=-1), train)
+        resized = [resize_maps(x, size) for x in (*smooth, levels[-1])]
+        fused = self.fuse(jnp.concatenate(resized, axis=-1), train)
         logits = self.classify(fused, keys[0])
         if self.auxiliary is None:
             return PixelLogits(logits)

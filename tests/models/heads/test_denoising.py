@@ -5,13 +5,13 @@ import pytest
 
 from rope_jax.models.heads.boxes import to_corners
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.dino.denoising import allowed, disturb, real_first, slots_of
+from rope_jax.models.heads.dino.denoising import attention_mask, disturb, make_slots, real_first
 
 CLASSES = 4
 
 
 disturb_boxes = jax.jit(lambda targets, slots, key: disturb(targets, slots, CLASSES, key))
-slots_for = jax.jit(slots_of, static_argnums=1)
+slots_for = jax.jit(make_slots, static_argnums=1)
 
 
 def some_targets(counts, rows, seed=0):
@@ -48,13 +48,13 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
 def test_groups_depend_on_the_part_of_a_batch():
     """Relevant for accumulated gradients; detrex has groups for the images of each GPU."""
     real = some_targets((4, 1), 4).real
-    batch_groups, *part_groups = (int(slots_of(x, 12).groups) for x in (real, real[:1], real[1:]))
+    batch_groups, *part_groups = (int(make_slots(x, 12).groups) for x in (real, real[:1], real[1:]))
     assert (batch_groups, part_groups) == (3, [3, 12])
 
 
 def test_only_slots_see_their_own_group():
-    slots, queries = slots_of(some_targets((2, 1), 3).real, 5), 4
-    visible = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
+    slots, queries = make_slots(some_targets((2, 1), 3).real, 5), 4
+    visible = np.asarray(jax.jit(attention_mask, static_argnums=1)(slots, queries))
     group = slots.group.tolist() + [None] * queries
     for i, j in np.ndindex(visible.shape):
         assert visible[i, j] == (group[j] is None or group[i] == group[j])

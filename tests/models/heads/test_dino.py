@@ -14,12 +14,12 @@ from rope_jax.config import resolve
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
 from rope_jax.models.heads.detection import Targets, best_detections
-from rope_jax.models.heads.dino.denoising import slots_of
+from rope_jax.models.heads.dino.denoising import make_slots
 from rope_jax.models.heads.dino.head import DinoPredictions
-from rope_jax.models.heads.dino.levels import padding_of
+from rope_jax.models.heads.dino.levels import padding_mask
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import layer_dtypes
 from rope_jax.tasks import TASKS
 from tests.models.small import fill
 
@@ -52,7 +52,7 @@ SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size":
 CLASSES = 3
 
 
-FLOAT = dtypes_of(jnp.dtype(jnp.float32))
+FLOAT = layer_dtypes(jnp.dtype(jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_loss_sums_all_layers_and_denoising(head, counts):
     rows, queries, layers = 4, 7, 3
     batch = some_batch(counts, rows)
     targets = Targets(batch["boxes"], batch["label"])
-    slots = slots_of(targets.real, 7)
+    slots = make_slots(targets.real, 7)
     many = len(slots.group)
     draw = lambda *shape: rng.standard_normal((*shape, CLASSES)) * 2
     boxes = lambda *shape: rng.uniform(0.05, 0.6, (*shape, 4))
@@ -284,7 +284,7 @@ def test_padding_does_not_change_the_chosen_boxes(transformer):
         maps = [rng.standard_normal((1, *size, 16)).astype(np.float32) for size in sizes]
         for larger, original in zip(maps, original_maps, strict=True):
             larger[:, : original.shape[1], : original.shape[2]] = original
-        padding = [padding_of(jnp.array([[48, 64]]), canvas, size) for size in sizes]
+        padding = [padding_mask(jnp.array([[48, 64]]), canvas, size) for size in sizes]
         results.append(run(state, [jnp.asarray(x) for x in maps], padding))
     for name in ("initial", "chosen", "proposals"):
         first, second = (getattr(result, name) for result in results)

@@ -19,12 +19,12 @@ from rope_jax.models.heads import (
 )
 from rope_jax.models.heads.linear import LinearOptions
 from rope_jax.models.heads.maps import average_bins, resize_maps
-from rope_jax.models.layers import Linear, dtypes_of
+from rope_jax.models.layers import Linear, layer_dtypes
 from rope_jax.weights import export_state_dict
 from tests.parity.official import assert_equal
 
 SMALL = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
-FLOAT = dtypes_of(jnp.dtype(jnp.float32))
+FLOAT = layer_dtypes(jnp.dtype(jnp.float32))
 
 
 def test_third_blocks():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax.models.heads.dino.levels import Levels, map_positions, padding_of
+from rope_jax.models.heads.dino.levels import Levels, map_positions, padding_mask
 from rope_jax.models.heads.dino.transformer import proposals
 
 IMAGE = (40, 64)
@@ -16,7 +16,7 @@ SIZES = [(5, 8), (3, 4), (2, 2)]
 
 @functools.cache
 def some_padding():
-    run = jax.jit(lambda extent: [padding_of(extent, IMAGE, size) for size in SIZES])
+    run = jax.jit(lambda extent: [padding_mask(extent, IMAGE, size) for size in SIZES])
     return [np.asarray(x) for x in run(EXTENT)]
 
 
@@ -52,7 +52,7 @@ def test_proposals_are_boxes_around_tokens_within_the_extent():
 
     @jax.jit
     def run(padding):
-        levels = Levels.of(padding)
+        levels = Levels.from_padding(padding)
         return *proposals(levels), levels.places(), levels.padding
 
     boxes, valid, places, flat = (np.asarray(x) for x in run([jnp.asarray(x) for x in padding]))

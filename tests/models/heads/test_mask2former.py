@@ -11,7 +11,7 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.data.sources import scenes
 from rope_jax.models.heads import create_head
-from rope_jax.models.heads.mask2former.decoder import attended
+from rope_jax.models.heads.mask2former.decoder import attention_mask
 from rope_jax.models.heads.mask2former.head import MaskPredictions
 from rope_jax.tasks import TASKS
 
@@ -27,7 +27,7 @@ def test_a_query_attends_to_its_mask_or_everywhere_if_empty():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
     logits[0, :, :, 1] = -np.abs(logits[0, :, :, 1])  # the mask of this query is empty
-    mask = np.asarray(attended(jnp.asarray(logits)))
+    mask = np.asarray(attention_mask(jnp.asarray(logits)))
     inside = (logits > 0).reshape(2, 6, 4).swapaxes(1, 2)
     assert mask[0, 1].all()
     assert not inside[0, 1].any()

@@ -77,7 +77,7 @@ def test_maps_and_masks_are_interpolated(shared):
 
 def test_targets_are_the_classes_that_occur():
     labels = np.array([[[3, 0], [255, 3]], [[255, 255], [255, 255]], [[1, 2], [0, 3]]], np.uint8)
-    targets, real = map(np.asarray, jax.jit(ml.targets_of, static_argnums=(1, 2))(labels, 5, 3))
+    targets, real = map(np.asarray, jax.jit(ml.find_targets, static_argnums=(1, 2))(labels, 5, 3))
     classes = [row[is_real].tolist() for row, is_real in zip(targets, real, strict=True)]
     assert classes == [[0, 3], [], [0, 1, 2]]
 

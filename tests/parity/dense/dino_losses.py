@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.dino.losses import box_losses, costs, matched
+from rope_jax.models.heads.dino.losses import box_losses, costs, match_targets
 from rope_jax.models.heads.matching import match
 from tests.parity.dense import noise
 
@@ -25,7 +25,7 @@ def make_targets(case, dtype):
 
 @jax.jit
 def run(logits, boxes, targets):
-    assigned = jax.tree.map(lambda x: x[0], matched(logits[None], boxes[None], targets))
+    assigned = jax.tree.map(lambda x: x[0], match_targets(logits[None], boxes[None], targets))
     losses = box_losses(logits, boxes, assigned)
     cost = jax.vmap(costs)(logits, boxes, targets)
     queries = jax.vmap(match)(cost, targets.real)

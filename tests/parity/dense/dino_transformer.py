@@ -6,10 +6,10 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.heads.dino.levels import map_positions, padding_of
+from rope_jax.models.heads.dino.levels import map_positions, padding_mask
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import layer_dtypes
 from tests.parity.dense import noise
 
 LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
@@ -26,7 +26,7 @@ def make_model(case, weights, dtype):
         heads=case["heads"],
         hidden=case["hidden"],
     )
-    dtypes = dtypes_of(jnp.dtype(dtype))
+    dtypes = layer_dtypes(jnp.dtype(dtype))
     return Transformer(options, case["classes"], rngs=nnx.Rngs(0), dtypes=dtypes)
 
 
@@ -39,7 +39,7 @@ def make_inputs(case, dtype):
     # The image is eight times as large as its first map.
     height, width = (8 * side for side in case["maps"][0])
     extent = jnp.array([[height, width], [height, width - width // 4]])
-    padding = [padding_of(extent, (height, width), tuple(size)) for size in case["maps"]]
+    padding = [padding_mask(extent, (height, width), tuple(size)) for size in case["maps"]]
     return [jnp.asarray(x, dtype) for x in maps], padding
 
 

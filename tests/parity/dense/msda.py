@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import layer_dtypes
 from tests.parity.dense import noise
 
 NAMES = {
@@ -20,7 +20,7 @@ def outputs(golden, dtype):
     case, seeds, weights = golden.case, golden.case["seeds"], golden.weights
     shape = {"levels": len(case["maps"]), "heads": case["heads"], "points": case["points"]}
     layer = DeformableAttention(
-        case["channels"], **shape, rngs=nnx.Rngs(0), dtypes=dtypes_of(np.dtype(dtype))
+        case["channels"], **shape, rngs=nnx.Rngs(0), dtypes=layer_dtypes(np.dtype(dtype))
     )
     for name, official_name in NAMES.items():
         linear = getattr(layer, name)

@@ -40,19 +40,19 @@ class Slots:
 
     @property
     def used(self) -> Bool[Array, " D"]:
-        """Whether a slot is of one of the groups."""
+        """True for slots of one of the groups."""
         return self.group < self.groups
 
 
-def slots_of(real: Bool[Array, "B M"], number: int) -> Slots:
-    """The slots for the boxes of a batch.
+def make_slots(real: Bool[Array, "B M"], number: int) -> Slots:
+    """Makes the slots for the boxes of a batch.
 
-    >>> slots = slots_of(jnp.array([[True, True, False], [True, False, False]]), 4)
+    >>> slots = make_slots(jnp.array([[True, True, False], [True, False, False]]), 4)
     >>> slots.group.tolist(), slots.row.tolist(), int(slots.groups)
     ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1], 2)
 
     Args:
-        real: which rows of the targets are boxes, the first ones of each image.
+        real: True for rows of the targets that are boxes, the first ones of each image.
         number: of pairs of a positive and a negative slot, of all groups; there are more where
             targets have more rows, for a group of them.
     """
@@ -64,8 +64,8 @@ def slots_of(real: Bool[Array, "B M"], number: int) -> Slots:
     return Slots(group, place % most, place >= most, groups)
 
 
-def allowed(slots: Slots, queries: int) -> Bool[Array, "T T"]:
-    """Which queries attend to which: all to the chosen ones, slots also to those of their group.
+def attention_mask(slots: Slots, queries: int) -> Bool[Array, "T T"]:
+    """Mask of queries that attend: all to the chosen ones, slots also to those of their group.
 
     Args:
         slots: of denoising, which come first.
@@ -91,13 +91,13 @@ def disturb(
     """
     keys = jax.random.split(key, 4)
     boxes, labels = targets.boxes[:, slots.row], targets.labels[:, slots.row]
-    share = jax.random.uniform(keys[0], boxes.shape, boxes.dtype) + slots.negative[:, None]
+    distance = jax.random.uniform(keys[0], boxes.shape, boxes.dtype) + slots.negative[:, None]
     sign = jax.random.rademacher(keys[1], boxes.shape, boxes.dtype)
     half = jnp.tile(boxes[..., 2:] / 2, 2)
-    moved = jnp.clip(to_corners(boxes) + sign * share * half, 0, 1)
+    moved = jnp.clip(to_corners(boxes) + sign * distance * half, 0, 1)
     replaced = jax.random.bernoulli(keys[2], _REPLACED, labels.shape)
-    drawn = jax.random.randint(keys[3], labels.shape, 0, num_classes, labels.dtype)
-    return to_centres(moved), jnp.where(replaced, drawn, labels)
+    random_labels = jax.random.randint(keys[3], labels.shape, 0, num_classes, labels.dtype)
+    return to_centres(moved), jnp.where(replaced, random_labels, labels)
 
 
 def real_first(targets: Targets) -> Targets:

@@ -1,6 +1,6 @@
 """DINO (Zhang et al., arXiv 2203.03605): detection by queries that are matched with boxes.
 
-As in detrex (e244e6c), whose defaults the options have.
+As in detrex (e244e6c), with the same defaults.
 """
 
 import dataclasses
@@ -15,12 +15,18 @@ from jaxtyping import Array, Float, Int
 
 from rope_jax.models.heads.boxes import iou, to_corners
 from rope_jax.models.heads.detection import Detections, Targets, best_detections, extents
-from rope_jax.models.heads.dino.denoising import Slots, allowed, disturb, real_first, slots_of
-from rope_jax.models.heads.dino.levels import padding_of
-from rope_jax.models.heads.dino.losses import box_losses, matched
+from rope_jax.models.heads.dino.denoising import (
+    Slots,
+    attention_mask,
+    disturb,
+    make_slots,
+    real_first,
+)
+from rope_jax.models.heads.dino.levels import padding_mask
+from rope_jax.models.heads.dino.losses import box_losses, match_targets
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import (
-    Started,
+    ExtraQueries,
     Transformer,
     check_tokens,
     inverse_sigmoid,
@@ -96,7 +102,7 @@ class DinoPredictions:
     Attributes:
         logits, boxes: of Q queries.
         extent: rows and columns of each image; None where nothing is padded.
-        denoising: logits and boxes of the queries of denoising, and where these lie; or None.
+        denoising: logits and boxes of the queries of denoising, and their slots; or None.
     """
 
     logits: Float[Array, "R B Q K"]
@@ -160,22 +166,22 @@ class Dino(Head):
         if extent is None:
             padding = [jnp.zeros((batch, *size), bool) for size in sizes]
         else:
-            padding = [padding_of(extent, image_size, size) for size in sizes]
-        slots = started = None
+            padding = [padding_mask(extent, image_size, size) for size in sizes]
+        slots = extra = None
         if train and targets is not None and self.options.denoising:
             targets = real_first(targets)
-            slots = slots_of(targets.real, self.options.denoising)
-            started = self.start(targets, slots, key)
+            slots = make_slots(targets.real, self.options.denoising)
+            extra = self.start(targets, slots, key)
         model, count = self.transformer, 0 if slots is None else len(slots.row)
-        found = model(maps, padding, started)
-        before = [found.initial, *found.references[:-1]]
-        boxes = [model.refine(n, x, before[n]) for n, x in enumerate(found.states)]
-        logits = [model.classes[n](x) for n, x in enumerate(found.states)]
+        decoded = model(maps, padding, extra)
+        before = [decoded.initial, *decoded.references[:-1]]
+        boxes = [model.refine(n, x, before[n]) for n, x in enumerate(decoded.states)]
+        logits = [model.classes[n](x) for n, x in enumerate(decoded.states)]
         denoising = None
         if slots is not None:
             denoising = (*(jnp.stack(x)[:, :, :count] for x in (logits, boxes)), slots)
-        logits = [*(x[:, count:] for x in logits), model.classes[-1](found.chosen)]
-        boxes = [*(x[:, count:] for x in boxes), found.proposals]
+        logits = [*(x[:, count:] for x in logits), model.classes[-1](decoded.chosen)]
+        boxes = [*(x[:, count:] for x in boxes), decoded.proposals]
         return DinoPredictions(jnp.stack(logits), jnp.stack(boxes), extent, denoising)
 
     def check_maps(self, sizes: Sequence[Grid], image_size: Grid) -> None:
@@ -183,13 +189,13 @@ class Dino(Head):
         tokens = sum(math.prod(size) for size in self.neck.sizes(sizes))
         check_tokens(tokens, self.options.queries, f"images of {height}x{width} pixels")
 
-    def start(self, targets: Targets, slots: Slots, key: Array) -> Started:
+    def start(self, targets: Targets, slots: Slots, key: Array) -> ExtraQueries:
         """The queries of denoising; those of rows that are padding are 0, and their boxes 1/2."""
         boxes, labels = disturb(targets, slots, self.out_features, key)
         real = (targets.real[:, slots.row] & slots.used)[..., None]
         content = jnp.where(real, self.label_embed[...][labels], 0)
         references = jnp.where(real, jax.nn.sigmoid(inverse_sigmoid(boxes)), 0.5)
-        return Started(content, references, allowed(slots, self.options.queries))
+        return ExtraQueries(content, references, attention_mask(slots, self.options.queries))
 
     def result(self, predictions: DinoPredictions, image_size: Grid) -> Detections:
         """The highest-scoring detections of the last layer, in pixels."""
@@ -200,9 +206,9 @@ class Dino(Head):
     def loss(
         self, predictions: DinoPredictions, batch: Mapping[str, Array], *, key: Array | None = None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The losses of all layers and of denoising, and the share of boxes that are found.
+        """The losses of all layers and of denoising, and the fraction of boxes that are detected.
 
-        A box is found if the query that is matched with it has its class and overlaps it by half.
+        A box is detected if the query matched with it has its class and overlaps it by half.
 
         Args:
             predictions: of this head in training.
@@ -212,19 +218,19 @@ class Dino(Head):
         """
         targets = real_first(Targets(batch["boxes"], batch["label"]))
         logits, boxes = predictions.logits, predictions.boxes
-        assigned = matched(logits, boxes, targets)
+        assigned = match_targets(logits, boxes, targets)
         total = box_losses(logits, boxes, assigned).total().sum(axis=0)
         if predictions.denoising is not None:
-            *started, slots = predictions.denoising
+            *predicted, slots = predictions.denoising
             negative = slots.negative | ~slots.used
             labels = jnp.where(negative, -1, targets.labels[:, slots.row])
-            own = Targets(targets.boxes[:, slots.row], labels)
-            losses = jax.vmap(box_losses, (0, 0, None, None))(*started, own, slots.used)
+            slot_targets = Targets(targets.boxes[:, slots.row], labels)
+            losses = jax.vmap(box_losses, (0, 0, None, None))(*predicted, slot_targets, slots.used)
             total += losses.total().sum(axis=0) / jnp.maximum(slots.groups, 1)
         last = jax.tree.map(lambda x: x[-2], assigned)
         overlap = iou(to_corners(boxes[-2]), to_corners(last.boxes))
-        found = last.real & (overlap >= 0.5) & (logits[-2].argmax(-1) == last.labels)
-        return (total * batch["share"]).mean(), found.sum() / jnp.maximum(targets.real.sum(), 1)
+        detected = last.real & (overlap >= 0.5) & (logits[-2].argmax(-1) == last.labels)
+        return (total * batch["share"]).mean(), detected.sum() / jnp.maximum(targets.real.sum(), 1)
 
 
 register_head("dino", Dino, DinoOptions())

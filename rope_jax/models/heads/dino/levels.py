@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from rope_jax.positions.grids import Grid
 
 
-def padding_of(extent: Int[Array, "B 2"], image_size: Grid, size: Grid) -> Bool[Array, "B h w"]:
-    """Which tokens of a map lie in padding: those whose upper left pixel does.
+def padding_mask(extent: Int[Array, "B 2"], image_size: Grid, size: Grid) -> Bool[Array, "B h w"]:
+    """Mask of the tokens of a map in padding: those whose upper left pixel is padding.
 
-    >>> padding_of(jnp.array([[8, 10]]), (8, 16), (1, 4))[0].tolist()
+    >>> padding_mask(jnp.array([[8, 10]]), (8, 16), (1, 4))[0].tolist()
     [[False, False, False, True]]
 
     Args:
@@ -86,16 +86,16 @@ class Levels:
     sizes: tuple[Grid, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, paddings: Sequence[Bool[Array, "B _h _w"]]) -> "Levels":
-        """The levels of maps of which the given tokens are padding."""
+    def from_padding(cls, paddings: Sequence[Bool[Array, "B _h _w"]]) -> "Levels":
+        """Describes the maps whose tokens are padding where these arrays are True."""
         counts = [jnp.stack([(~x[:, 0]).sum(1), (~x[:, :, 0]).sum(1)], axis=-1) for x in paddings]
         padding = jnp.concatenate([x.reshape(x.shape[0], -1) for x in paddings], axis=1)
         sizes = tuple((x.shape[1], x.shape[2]) for x in paddings)
         return cls(padding, jnp.stack(counts, axis=1).astype(jnp.float32), sizes)
 
     @property
-    def shares(self) -> Float[Array, "B levels 2"]:
-        """Columns and rows of each map that are not padding, of all: 1 for the whole map."""
+    def fractions(self) -> Float[Array, "B levels 2"]:
+        """Fractions of the columns and rows of each map that are not padding; 1 for the whole."""
         return self.counts / np.array(self.sizes, np.float32)[:, ::-1]
 
     @property
@@ -109,5 +109,5 @@ class Levels:
         return np.concatenate(cells).astype(np.float32) / self.counts[:, self.numbers]
 
     def places(self) -> Float[Array, "B S levels 2"]:
-        """x and y of every token on every map, of which padding takes other shares."""
-        return self.centres()[:, :, None] * self.shares[:, None]
+        """Positions x and y of every token on every map; each has another fraction of padding."""
+        return self.centres()[:, :, None] * self.fractions[:, None]

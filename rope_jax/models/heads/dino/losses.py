@@ -58,7 +58,7 @@ def focal_loss(logits: Float[Array, "*N K"], classes: Int[Array, "*N"]) -> Float
 
     Args:
         logits: of K classes.
-        classes: the right one; -1 for none of them.
+        classes: the true class; -1 for none of them.
     """
     right = classes[..., None] == jnp.arange(logits.shape[-1])
     signed = jnp.where(right, logits, -logits)
@@ -78,31 +78,31 @@ def assign(targets: Targets, query: Int[Array, " M"], queries: int) -> Targets:
     return Targets(boxes, jnp.full(queries, -1, targets.labels.dtype).at[query].set(targets.labels))
 
 
-def matched(
+def match_targets(
     logits: Float[Array, "R B Q K"], boxes: Float[Array, "R B Q 4"], targets: Targets
 ) -> Targets:
-    """The target of every query of R layers, of the cheapest matching of each layer and image."""
-    costs_of_each = jax.vmap(jax.vmap(costs), (0, 0, None))  # targets have no axis of layers
-    found = costs_of_each(*jax.lax.stop_gradient((logits, boxes)), targets)
+    """Assigns targets to the queries of R layers, by the cheapest matching of each image."""
+    batch_costs = jax.vmap(jax.vmap(costs), (0, 0, None))  # targets have no axis of layers
+    match_costs = batch_costs(*jax.lax.stop_gradient((logits, boxes)), targets)
     assign_each = jax.vmap(jax.vmap(functools.partial(assign, queries=logits.shape[2])), (None, 0))
-    return assign_each(targets, match_layers(found, targets.real))
+    return assign_each(targets, match_layers(match_costs, targets.real))
 
 
 def box_losses(
     logits: Float[Array, "*B Q K"],
     boxes: Float[Array, "*B Q 4"],
     assigned: Targets,
-    counted: Bool[Array, " Q"] | bool = True,
+    used: Bool[Array, " Q"] | bool = True,
 ) -> BoxLosses:
     """The losses of every image.
 
     Args:
         logits, boxes: of the queries.
         assigned: the target of every query.
-        counted: False for queries that take no part.
+        used: False for queries that are ignored.
     """
-    real = assigned.real & counted
-    classes = jnp.where(counted, focal_loss(logits, assigned.labels), 0).sum(axis=-1)
+    real = assigned.real & used
+    classes = jnp.where(used, focal_loss(logits, assigned.labels), 0).sum(axis=-1)
     l1 = jnp.abs(boxes - assigned.boxes).sum(axis=-1)
     giou = 1 - generalised_iou(to_corners(boxes), to_corners(assigned.boxes))
     return BoxLosses(classes, *(jnp.where(real, x, 0).sum(axis=-1) for x in (l1, giou)))

@@ -94,13 +94,13 @@ class BoxMlp(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Started:
+class ExtraQueries:
     """Queries that are added in training, before the chosen ones: those of denoising.
 
     Attributes:
         content: of each query.
         references: their boxes.
-        allowed: which queries attend to which, the chosen ones among them.
+        allowed: mask of queries that attend to each other, including the chosen ones.
     """
 
     content: Float[Array, "B D C"]
@@ -167,20 +167,20 @@ class Transformer(nnx.Module):
         self.boxes = nnx.List(BoxMlp(width, **wide) for _ in heads)
 
     def parts(self) -> dict[str, nnx.Module]:
-        """None, as of heads."""
+        """Returns no parts, like heads."""
         return {}
 
     def __call__(
-        self, maps: Maps, padding: list[Bool[Array, "B _h _w"]], started: Started | None = None
+        self, maps: Maps, padding: list[Bool[Array, "B _h _w"]], extra: ExtraQueries | None = None
     ) -> Decoded:
         """Encodes maps, chooses queries and decodes them.
 
         Args:
             maps: of `width` channels, as many as `levels`.
             padding: of each map, True for tokens in padding.
-            started: further queries.
+            extra: further queries.
         """
-        levels = Levels.of(padding)
+        levels = Levels.from_padding(padding)
         tokens = flatten(maps)
         positions = flatten([map_positions(x, self.width) for x in padding])
         positions = positions.astype(tokens.dtype)
@@ -193,10 +193,10 @@ class Transformer(nnx.Module):
         content = self.content[...].astype(tokens.dtype)
         content = jnp.broadcast_to(content, (tokens.shape[0], *content.shape))
         allowed = None
-        if started is not None:
-            content = jnp.concatenate([started.content.astype(tokens.dtype), content], axis=1)
-            references = jnp.concatenate([started.references, references], axis=1)
-            allowed = started.allowed
+        if extra is not None:
+            content = jnp.concatenate([extra.content.astype(tokens.dtype), content], axis=1)
+            references = jnp.concatenate([extra.references, references], axis=1)
+            allowed = extra.allowed
         states, refined = self.decode(content, references, tokens, levels, allowed)
         return Decoded(states, references, refined, chosen, jax.nn.sigmoid(logits))
 
@@ -228,10 +228,10 @@ class Transformer(nnx.Module):
         allowed: Bool[Array, "T T"] | None,
     ) -> tuple[Float[Array, "R B T C"], Float[Array, "R B T 4"]]:
         """States and boxes of queries after every layer of the decoder."""
-        shares = jnp.concatenate([levels.shares] * 2, axis=-1)[:, None]
+        fractions = jnp.concatenate([levels.fractions] * 2, axis=-1)[:, None]
         states, refined = [], []
         for number, layer in enumerate(self.decoder):
-            places = references[:, :, None] * shares
+            places = references[:, :, None] * fractions
             positions = self.query_positions(places[:, :, 0]).astype(content.dtype)
             content = layer(content, positions, places, tokens, levels, allowed)
             states.append(self.norm(content))
@@ -257,7 +257,7 @@ def check_tokens(tokens: int, queries: int, images: str) -> None:
     Args:
         tokens: of all maps.
         queries: number of chosen ones.
-        images: of which the maps are, in words.
+        images: description of the images, for the message.
 
     Raises:
         ValueError: with what to change.
@@ -270,9 +270,9 @@ def check_tokens(tokens: int, queries: int, images: str) -> None:
 
 
 def proposals(levels: Levels) -> tuple[Float[Array, "B S 4"], Bool[Array, "B S"]]:
-    """A box around every token, of size 0.05 x 2^level, and whether all of it is 0.01 to 0.99.
+    """A box around every token, of size 0.05 x 2^level, and whether it is valid.
 
-    (That is whether its centre and its size are, as in Deformable DETR's code.)
+    It is if its centre and size are within 0.01 to 0.99, as in Deformable DETR's code.
     """
     centres = levels.centres()
     sizes = (0.05 * 2.0**levels.numbers).astype(np.float32)

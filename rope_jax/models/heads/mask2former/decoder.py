@@ -22,7 +22,7 @@ from rope_jax.positions.initializers import normal_init
 _LEVELS = 3  # maps, to which layers attend in turn
 
 
-def masks_of(
+def mask_logits(
     embeddings: Float[Array, "B Q C"], pixels: Float[Array, "B h w C"]
 ) -> Float[Array, "B h w Q"]:
     """Logits of a mask for every query: its products with the features of pixels.
@@ -33,10 +33,10 @@ def masks_of(
     return jnp.einsum("bhwc,bqc->bhwq", pixels, embeddings, preferred_element_type=wide)
 
 
-def attended(logits: Float[Array, "B h w Q"]) -> Bool[Array, "B Q L"]:
-    """The tokens that each query attends to: those of its mask, or all where the mask has none.
+def attention_mask(logits: Float[Array, "B h w Q"]) -> Bool[Array, "B Q L"]:
+    """Mask of the tokens that each query attends to: those of its mask, or all if it has none.
 
-    >>> attended(jnp.array([[[[1.0, -1.0], [-1.0, -1.0]]]])).tolist()
+    >>> attention_mask(jnp.array([[[[1.0, -1.0], [-1.0, -1.0]]]])).tolist()
     [[[True, False], [True, True]]]
 
     Args:
@@ -73,7 +73,7 @@ class MaskedLayer(nnx.Module):
             positions: of the queries, learned.
             tokens: of a map.
             places: positions of the tokens.
-            mask: see `attended`.
+            mask: see `attention_mask`.
         """
         x = self.cross_norm(x + self.cross(x + positions, tokens + places, tokens, mask))
         placed = x + positions
@@ -83,8 +83,8 @@ class MaskedLayer(nnx.Module):
 class MaskedDecoder(nnx.Module):
     """Learned queries that attend to the maps of strides 32, 16 and 8 in turn.
 
-    Before the first layer and after every one, each query predicts a class and a mask, which limits
-    what it attends to in the next layer.
+    Before the first layer and after every one, each query predicts a class and a mask, to which it
+    attends in the next layer.
 
     Source: Cheng et al., arXiv 2112.01527, section 3.2.
 
@@ -100,13 +100,13 @@ class MaskedDecoder(nnx.Module):
     ):
         width = options.width
 
-        def learned(count: int) -> nnx.Param:
-            drawn = normal_init(1.0)(rngs.params(), (count, width), dtypes["param_dtype"])
-            return nnx.Param(drawn, decay=False)
+        def draw(count: int) -> nnx.Param:
+            values = normal_init(1.0)(rngs.params(), (count, width), dtypes["param_dtype"])
+            return nnx.Param(values, decay=False)
 
         settings = {"rngs": rngs, "dtypes": dtypes}
-        self.queries, self.positions = learned(options.queries), learned(options.queries)
-        self.levels = learned(_LEVELS)
+        self.queries, self.positions = draw(options.queries), draw(options.queries)
+        self.levels = draw(_LEVELS)
         self.layers = nnx.List(MaskedLayer(options, **settings) for _ in range(options.depth))
         self.norm = layer_norm(width, EPSILON, **settings)
         self.classify = torch_linear(width, num_classes + 1, **settings)
@@ -138,7 +138,7 @@ class MaskedDecoder(nnx.Module):
         predictions = [self.predict(x)]
         for number, layer in enumerate(self.layers):
             level, (_, embedding) = number % _LEVELS, predictions[-1]
-            mask = attended(masks_of(jax.lax.stop_gradient(embedding), resized[level]))
+            mask = attention_mask(mask_logits(jax.lax.stop_gradient(embedding), resized[level]))
             x = layer(x, positions, tokens[level], places[level], mask)
             predictions.append(self.predict(x))
         classes, embeddings = zip(*predictions, strict=True)

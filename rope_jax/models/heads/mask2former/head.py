@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.heads.head import Maps, SegmentationHead, register_head
 from rope_jax.models.heads.maps import resize_maps
-from rope_jax.models.heads.mask2former.decoder import MaskedDecoder, masks_of
+from rope_jax.models.heads.mask2former.decoder import MaskedDecoder, mask_logits
 from rope_jax.models.heads.mask2former.loss import set_loss
 from rope_jax.models.heads.mask2former.options import Mask2FormerOptions
 from rope_jax.models.heads.mask2former.pixel_decoder import PixelDecoder
@@ -36,7 +36,7 @@ class MaskPredictions:
 
     def masks(self, layer: int = -1) -> Float[Array, "B h w Q"]:
         """Logits of the masks of a layer."""
-        return masks_of(self.embeddings[layer], self.pixels)
+        return mask_logits(self.embeddings[layer], self.pixels)
 
 
 def semantic_scores(
@@ -52,8 +52,8 @@ def semantic_scores(
         classes: logits; the last class is that of no object, and has no score.
         masks: logits, of any size.
     """
-    shares = jax.nn.softmax(classes.astype(masks.dtype))[..., :-1]
-    return jnp.einsum("bqk,bhwq->bhwk", shares, jax.nn.sigmoid(masks))
+    probabilities = jax.nn.softmax(classes.astype(masks.dtype))[..., :-1]
+    return jnp.einsum("bqk,bhwq->bhwk", probabilities, jax.nn.sigmoid(masks))
 
 
 class Mask2Former(SegmentationHead):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from rope_jax.models.deformable import corners_of, gather_sum
-from rope_jax.models.heads.mask2former.decoder import masks_of
+from rope_jax.models.deformable import find_corners, gather_sum
+from rope_jax.models.heads.mask2former.decoder import mask_logits
 from rope_jax.models.heads.matching import match_layers
 from rope_jax.system.sharding import over_batch
 
@@ -24,23 +24,23 @@ CLASS, CROSS_ENTROPY, DICE = 2.0, 5.0, 5.0
 NO_OBJECT = 0.1
 """Weight of queries without a target in the loss of classes."""
 OVERSAMPLED, UNCERTAIN = 3, 0.75
-"""Points that the least certain are chosen of, for each point, and the share of the chosen."""
+"""Candidates for each point, and the fraction of points that are the least certain candidates."""
 
 
-def targets_of(
+def find_targets(
     labels: UInt8[Array, "B H W"], classes: int, rows: int
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-    """The classes that occur in each image, in ascending order.
+    """Finds the classes that occur in each image, in ascending order.
 
-    >>> found, real = targets_of(jnp.uint8([[[3, 255, 1]]]), 5, 3)
+    >>> found, real = find_targets(jnp.uint8([[[3, 255, 1]]]), 5, 3)
     >>> found[0, :2].tolist(), real.tolist()
     ([1, 3], [[True, True, False]])
 
     Args:
         labels: 0 to classes - 1, or 255.
         classes: number of classes.
-        rows: M, of which those of classes that do not occur are padding. Of more classes than that,
-            the last ones are left out.
+        rows: M, of which those of classes that do not occur are padding. With more classes than
+            that, the last ones are left out.
 
     Returns:
         The class of each row, and whether it occurs.
@@ -79,23 +79,23 @@ def sample_masks(
         points: as in `sample_maps`, with N = 1 or M.
     """
     indices, weights = _corners(points, labels.shape[1:])
-    read = jax.vmap(lambda one, at: one.at[at].get(mode="promise_in_bounds"))
-    found = read(labels.reshape(len(labels), -1), indices)
-    return jnp.where(found == classes[:, None, :, None], weights, 0).sum(axis=-1)
+    read = jax.vmap(lambda pixels, at: pixels.at[at].get(mode="promise_in_bounds"))
+    values = read(labels.reshape(len(labels), -1), indices)
+    return jnp.where(values == classes[:, None, :, None], weights, 0).sum(axis=-1)
 
 
 def _corners(
     points: Float[Array, "B P N 2"], size: tuple[int, int]
 ) -> tuple[Int[Array, "B P N 4"], Float[Array, "B P N 4"]]:
-    """The four pixels around each point, and their shares."""
+    """The four pixels around each point, and their weights."""
     ones = jnp.ones((*points.shape[:3], 1, 1), points.dtype)
-    return corners_of(points[..., None, None, :], ones, [size])
+    return find_corners(points[..., None, None, :], ones, [size])
 
 
 def dice_loss(
     overlap: Float[Array, "..."], first: Float[Array, "..."], second: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """One minus the share of two masks that they have in common.
+    """One minus the fraction of two masks that they have in common.
 
     Args:
         overlap: sum over points of the masks' product.
@@ -121,15 +121,15 @@ def matching_costs(
         points: of an image, the same for all of its masks.
     """
     multiply = functools.partial(jnp.einsum, "bpm,bpq->bmq", precision="highest")
-    logits, wanted = sample_maps(masks, points), sample_masks(labels, targets, points)
-    shares = jax.nn.softmax(classes.astype(logits.dtype)).swapaxes(1, 2)
-    share = jnp.take_along_axis(shares, targets[..., None], axis=1)
+    logits, expected = sample_maps(masks, points), sample_masks(labels, targets, points)
+    probabilities = jax.nn.softmax(classes.astype(logits.dtype)).swapaxes(1, 2)
+    probability = jnp.take_along_axis(probabilities, targets[..., None], axis=1)
     # softplus(x) - x t is the cross entropy of the logit x with the target t.
-    entropy = jax.nn.softplus(logits).sum(1)[:, None] - multiply(wanted, logits)
+    entropy = jax.nn.softplus(logits).sum(1)[:, None] - multiply(expected, logits)
     inside = jax.nn.sigmoid(logits)
-    areas = (inside.sum(1)[:, None], wanted.sum(1)[..., None])
-    dice = dice_loss(multiply(wanted, inside), *areas)
-    return CROSS_ENTROPY * entropy / points.shape[1] + DICE * dice - CLASS * share
+    areas = (inside.sum(1)[:, None], expected.sum(1)[..., None])
+    dice = dice_loss(multiply(expected, inside), *areas)
+    return CROSS_ENTROPY * entropy / points.shape[1] + DICE * dice - CLASS * probability
 
 
 def class_loss(
@@ -148,10 +148,10 @@ def class_loss(
     """
     batch, count, outputs = logits.shape
     at = (jnp.arange(batch)[:, None], jnp.where(real, queries, count))
-    wanted = jnp.full((batch, count), outputs - 1).at[at].set(targets, mode="drop")
+    expected = jnp.full((batch, count), outputs - 1).at[at].set(targets, mode="drop")
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    losses = optax.softmax_cross_entropy_with_integer_labels(wide, wanted)
-    weights = jnp.where(wanted == outputs - 1, NO_OBJECT, 1)
+    losses = optax.softmax_cross_entropy_with_integer_labels(wide, expected)
+    weights = jnp.where(expected == outputs - 1, NO_OBJECT, 1)
     return (losses * weights).sum() / weights.sum()
 
 
@@ -171,8 +171,8 @@ def uncertain_points(
     def draw(key: Key[Array, ""], count: int) -> Float[Array, "B M n 2"]:
         return jax.random.uniform(key, (batch, channels, count, 2), masks.dtype)
 
-    def least_certain(given: tuple[Array, Array], _: None) -> Float[Array, "_B M n 2"]:
-        points, certainty = given
+    def least_certain(candidates: tuple[Array, Array], _: None) -> Float[Array, "_B M n 2"]:
+        points, certainty = candidates
         _, chosen = jax.lax.top_k(-certainty, kept)
         return jnp.take_along_axis(points, chosen[..., None], axis=2)
 
@@ -199,10 +199,10 @@ def mask_loss(
         real: False for rows that are padding.
         points: of each mask.
     """
-    logits, wanted = sample_maps(masks, points), sample_masks(labels, targets, points)
-    entropy = optax.sigmoid_binary_cross_entropy(logits, wanted).mean(axis=1)
+    logits, expected = sample_maps(masks, points), sample_masks(labels, targets, points)
+    entropy = optax.sigmoid_binary_cross_entropy(logits, expected).mean(axis=1)
     inside = jax.nn.sigmoid(logits)
-    dice = dice_loss(*(x.sum(axis=1) for x in (inside * wanted, inside, wanted)))
+    dice = dice_loss(*(x.sum(axis=1) for x in (inside * expected, inside, expected)))
     losses = jnp.where(real, CROSS_ENTROPY * entropy + DICE * dice, 0)
     return losses.sum() / jnp.maximum(real.sum(), 1)
 
@@ -216,7 +216,7 @@ def set_loss(
     points: int,
     key: Key[Array, ""],
 ) -> Float[Array, ""]:
-    """The sum over layers of the losses of classes and masks, each layer with a match of its own.
+    """The sum over layers of the losses of classes and masks, each layer with a separate match.
 
     Masks are computed from embeddings and pixels for one layer at a time, and once more in the
     backward pass.
@@ -230,24 +230,26 @@ def set_loss(
         key: of their draw.
     """
     layers, batch, queries, outputs = classes.shape
-    targets, real = targets_of(labels, outputs - 1, min(outputs - 1, queries))
+    targets, real = find_targets(labels, outputs - 1, min(outputs - 1, queries))
     keys = jax.random.split(key, (2, layers))
 
     def costs(layer: tuple[Array, Array, Array]) -> Float[Array, "B M Q"]:
-        own, embedding, key = layer
-        drawn = jax.random.uniform(key, (batch, points, 1, 2))
-        return matching_costs(own, masks_of(embedding, pixels), labels, targets, drawn)
+        layer_classes, embedding, key = layer
+        sample = jax.random.uniform(key, (batch, points, 1, 2))
+        return matching_costs(
+            layer_classes, mask_logits(embedding, pixels), labels, targets, sample
+        )
 
-    found = jax.lax.map(costs, jax.lax.stop_gradient((classes, embeddings, keys[0])))
-    matched = match_layers(jax.lax.stop_gradient(found), real)
+    match_costs = jax.lax.map(costs, jax.lax.stop_gradient((classes, embeddings, keys[0])))
+    matches = match_layers(jax.lax.stop_gradient(match_costs), real)
 
     @jax.checkpoint
     def loss(layer: tuple[Array, Array, Array, Array]) -> Float[Array, ""]:
-        own, embedding, queries, key = layer
-        masks = masks_of(jnp.take_along_axis(embedding, queries[..., None], axis=1), pixels)
-        drawn = uncertain_points(jax.lax.stop_gradient(masks), points, key)
-        drawn = jax.lax.stop_gradient(drawn)
-        value = CLASS * class_loss(own, targets, real, queries)
-        return value + mask_loss(masks, labels, targets, real, drawn)
+        layer_classes, embedding, queries, key = layer
+        masks = mask_logits(jnp.take_along_axis(embedding, queries[..., None], axis=1), pixels)
+        sample = uncertain_points(jax.lax.stop_gradient(masks), points, key)
+        sample = jax.lax.stop_gradient(sample)
+        value = CLASS * class_loss(layer_classes, targets, real, queries)
+        return value + mask_loss(masks, labels, targets, real, sample)
 
-    return jax.lax.map(loss, (classes, embeddings, matched, keys[1])).sum()
+    return jax.lax.map(loss, (classes, embeddings, matches, keys[1])).sum()

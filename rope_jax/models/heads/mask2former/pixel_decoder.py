@@ -16,7 +16,7 @@ from rope_jax.models.heads.queries import EncoderLayer, sine_positions
 from rope_jax.models.layers import Linear, conv
 from rope_jax.positions.initializers import glorot_init, normal_init, uniform_init
 
-_POINTS = 4  # that a head reads of each map
+_POINTS = 4  # read by a head in each map
 
 
 def _spread(fan_in: int) -> Callable:
