@@ -5,7 +5,7 @@
 
 FILE is a .safetensors or .npz file, a hub id, a folder that `rope_jax.save_pretrained` wrote, or
 the workdir of a run; IMAGES has train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg, of which
-every fifth is a test image. The head starts anew if IMAGES has another number of classes, and
+every fifth is a test image. The head is new if IMAGES has another number of classes, and
 position tables are resized to `resolution` by their scheme's rule. Each block learns at
 `layer_decay` times the rate of the block above it, so that the first ones hardly move.
 docs/finetuning.md explains what to change.
@@ -13,7 +13,7 @@ docs/finetuning.md explains what to change.
 Hardware: one GPU. Hours: not measured; they depend on the number of images and, with few CPU cores,
 on the decoding (`--config.data.workers`). Accuracy: it depends on the images. Rate and layer decay
 are those of MAE's ViT-L and ViT-H (FINETUNE.md of its code; arXiv 2111.06377), which are fine-tuned
-for 50 epochs with mixup; here 20 epochs are without. Its ViT-B has 5e-4 and 0.65, and 100 epochs.
+for 50 epochs with mixup; here for 20 without. Its ViT-B has 5e-4 and 0.65, and 100 epochs.
 """
 
 from rope_jax import config as cfg
