@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax.commands.arguments import Help, add_options, reads
+from rope_jax.commands.arguments import Help, add_options, parser_options
 from rope_jax.names.options import options_of
 from rope_jax.system.files import write_file
 from rope_jax_kernels.tuning.choices import sources_of_kernels
@@ -94,7 +94,7 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
     positional = [x for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     for parameter in positional:
-        parser.add_argument(parameter.name, **reads(parameter.annotation))
+        parser.add_argument(parameter.name, **parser_options(parameter.annotation))
     add_options(parser, function, dash="-")
     named = options_of(function)
     if "out" not in named:

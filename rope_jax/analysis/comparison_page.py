@@ -207,7 +207,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     rows = []
     for run in runs:
         seed = f", seed {run.config.seed}" if seed_counts[run.workdir] > 1 else ""
-        for row in run.listed:
+        for row in run.further_rows:
             numbers = (score([row]).text(), *(percent(row[name]) for name in others))
             identity = (f"{run.workdir.name}{seed}", row["dataset"], size_text(row["resolution"]))
             rows.append((*identity, *numbers, row["protocol"]))

@@ -39,7 +39,7 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
         "bad": sorted(bad, key=lambda one: one["example"]),
         "remarks": source.remarks(),
     }
-    damaged = source.damaged()
+    damaged = source.damaged_files()
     return found if damaged is None else found | {"damaged": damaged}
 
 
@@ -48,7 +48,7 @@ def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]
     bad, present = [], set()
     for example in range(start, stop):
         try:
-            present.update(source.classes_of(example))
+            present.update(source.read_classes(example))
             data = source.read(example)
             if isinstance(data, bytes):
                 decode_image(data)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from rope_jax.config import ConfigError, blame
 from rope_jax.data import BadImages, Images, Streamed
-from rope_jax.data.images.joint import scaled_size
+from rope_jax.data.images.joint import scale_size
 from rope_jax.models.heads.pixels import IGNORED
 from rope_jax.names.text import image_pair
 from rope_jax.tasks.evaluator import Evaluator
@@ -66,10 +66,10 @@ class Views:
             if fit is None:
                 resized = tuple(max(1, int(side * scale + 0.5)) for side in size)
             else:
-                resized = scaled_size(size, scale, short=fit[0], long=fit[1])
+                resized = scale_size(size, scale, short=fit[0], long=fit[1])
             least = 1 if self.window is None else min(self.window)
             if min(resized) < least:
-                resized = scaled_size(size, 1.0, short=least, long=math.inf)
+                resized = scale_size(size, 1.0, short=least, long=math.inf)
             view = image if resized == size else resize_image(image, resized)
             yield view, False
             if self.flip:

@@ -159,7 +159,7 @@ def test_bad_labels_may_be_skipped_like_bad_images(folder):
     next(stream)
     assert stream.skipped == {1}
     save(folder / "train" / "2.png", np.zeros((4, 5), np.uint8))
-    with pytest.raises(ValueError, match=r"1.png has 4x5 .* \(2 of 5 images have such\)"):
+    with pytest.raises(ValueError, match=r"1.png has 4x5 .* \(2 of 5 images are affected\)"):
         check_labels(images, "skip")
 
 
@@ -185,7 +185,7 @@ def test_ade20k_has_no_class_at_zero(tmp_path):
     found = load("ade20k", str(tmp_path), "test", (8, 8))
     assert found.class_names == [f"name {i}, other" for i in range(1, 151)]
     np.testing.assert_array_equal(found.original(0)[1], [[255, 0, 149], [1, 255, 2]])
-    assert found.source.classes_of(0) == [0, 1, 2, 149]
+    assert found.source.read_classes(0) == [0, 1, 2, 149]
     save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels + np.uint8(1))
     with pytest.raises(
         ValueError, match="value 151, which is none of its 150 classes: values are 1"

@@ -172,7 +172,7 @@ def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monk
         waited.append(seconds)
         raise Interrupted
 
-    monkeypatch.setattr(ahead, "_SAY_EVERY", 1)
+    monkeypatch.setattr(ahead, "_WARN_EVERY", 1)
     monkeypatch.setattr(ahead, "_PATIENCE", 0.05)
     stream = ahead.Ahead(batches(), "the images of here", waiting)
     next(stream)

@@ -61,7 +61,7 @@ def test_sets_of_scenes_are_drawn_at_the_size_that_is_asked_for():
 @pytest.mark.usefixtures("few_scenes")
 def test_scenes_refuse_what_cannot_be():
     images = data.load("scenes", image_size=(16, 24))
-    with pytest.raises(ValueError, match=r"on_device=True goes with .*, not with resized_crop"):
+    with pytest.raises(ValueError, match=r"on_device=True supports .*, not resized_crop"):
         DeviceBatches(images, batch_size=2, seed=0, augment="resized_crop")
     with pytest.raises(ValueError, match="8x64 pixels have no room"):
         draw_scene("train", 0, (8, 64))

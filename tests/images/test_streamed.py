@@ -384,7 +384,7 @@ def test_packed_images_are_the_pictures_resized_once(tmp_path, options, expected
         np.testing.assert_array_equal(packed.read(k), picture)
         np.testing.assert_array_equal(sent.read(k), picture)
     if options == {"side": 0}:  # the stream is that of the files
-        sets = [one.streamed((12, 12)) for one in (source, packed)]
+        sets = [one.stream((12, 12)) for one in (source, packed)]
         same(*(take(4, batches(x, batch_size=5, seed=0, augment=AUGMENT)) for x in sets))
 
 
@@ -415,7 +415,7 @@ def test_a_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     )
     assert left == right
     prepare(source, tmp_path / "packed", shard_images=2)
-    assert "is there already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert len(seen) == 8
 
 
@@ -472,7 +472,7 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named(packed):
     os.truncate(packed / "images-00000.bin", first.nbytes)
     np.testing.assert_array_equal(opened.read(0), first)
     with pytest.raises(BadImages, match=r"image 1 of .*images-00000\.bin was shortened"):
-        opened.streamed((12, 12)).read(1)
+        opened.stream((12, 12)).read(1)
 
 
 @pytest.mark.parametrize("option", ["bad_images", "interpolation"])

@@ -150,7 +150,7 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
         ),
         (
             {"data__on_device": True, "data__augment": "centre+flip"},
-            "on_device=True goes with resized_crop, crop, flip and what the step does, not with c",
+            "on_device=True supports resized_crop, crop, flip and augmentations of the step, not c",
         ),
         (
             {"data__on_device": True, "data__augment": "resized_crop(interpolation=lanczos)"},

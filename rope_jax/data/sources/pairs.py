@@ -20,7 +20,7 @@ from PIL import Image
 from rope_jax.data.images.augment import Augmentation, parse_crop
 from rope_jax.data.images.decode import EncodedImage, decode_image
 from rope_jax.data.images.joint import IGNORED, crop_both
-from rope_jax.data.sources.folder import ENDINGS, Files, listed
+from rope_jax.data.sources.folder import ENDINGS, Files, list_names
 from rope_jax.data.sources.index import Streamed
 from rope_jax.system.files import open_regular, read_regular
 
@@ -103,7 +103,7 @@ class Masks(Files):
         about = {"name": Path(path).resolve().name, "split": split}
         super().__init__(Path(path), names, np.zeros(len(names), int), class_names, **about)
 
-    def streamed(self, size: tuple[int, int], crop: str | None = None) -> StreamedMaps:
+    def stream(self, size: tuple[int, int], crop: str | None = None) -> StreamedMaps:
         return StreamedMaps(self, size, crop or "centre")
 
     def label_file(self, example: int) -> Path:
@@ -154,7 +154,7 @@ class Masks(Files):
             np.array(sums, np.uint32).tobytes(), zlib.crc32(repr(self.class_names).encode())
         )
 
-    def classes_of(self, example: int) -> list[int]:
+    def read_classes(self, example: int) -> list[int]:
         width, height = EncodedImage(self.read(example)).size
         values = np.unique(self.classes(example, (height, width)))
         return values[values != IGNORED].tolist()
@@ -229,11 +229,13 @@ def _lines(path: Path) -> list[str]:
 
 def _paired(root: Path, images: Path, labels: Path) -> list[str]:
     """The sorted names of the images, each of which has labels."""
-    found = [n for n in listed(root / images, folders=False) if Path(n).suffix.lower() in _IMAGES]
+    found = [
+        n for n in list_names(root / images, folders=False) if Path(n).suffix.lower() in _IMAGES
+    ]
     if not found:
         raise FileNotFoundError(f"{root / images} has no images ({', '.join(_IMAGES)})")
     stems = Counter(Path(name).stem for name in found)
-    maps = Counter(n[:-4] for n in listed(root / labels, folders=False) if n.endswith(".png"))
+    maps = Counter(n[:-4] for n in list_names(root / labels, folders=False) if n.endswith(".png"))
     if unpaired := sorted((stems - maps) + (maps - stems)):
         name = unpaired[0]
         raise ValueError(

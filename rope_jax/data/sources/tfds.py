@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_jax.data.sources.index import Source, cached_index, write_index
+from rope_jax.data.sources.index import Source, cache_index, write_index
 from rope_jax.system.files import open_regular
 
 # Features with the name of an image's file, in order of preference.
@@ -54,7 +54,7 @@ class Tfds(Source):
         facts = (info.num_examples, info.num_bytes, info.shard_lengths, builder.info.release_notes)
         key = " ".join(map(str, (2, self._path, stored, *facts)))
         write = functools.partial(self._write, builder=builder, split=split)
-        super().__init__(cached_index("tfds", key, write))
+        super().__init__(cache_index("tfds", key, write))
 
     def read(self, example: int) -> bytes:
         return self._records[int(self.array("places.npy")[example])]["image"]
