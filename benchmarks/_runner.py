@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from rope_jax.commands.arguments import Help, add_options, parser_options
-from rope_jax.names.options import options_of
+from rope_jax.names.options import find_options
 from rope_jax.system.files import write_file
 from rope_jax_kernels.tuning.choices import sources_of_kernels
 
@@ -96,7 +96,7 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     for parameter in positional:
         parser.add_argument(parameter.name, **parser_options(parameter.annotation))
     add_options(parser, function, dash="-")
-    named = options_of(function)
+    named = find_options(function)
     if "out" not in named:
         parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
     flags = argv[split + 1 :]

@@ -32,8 +32,8 @@ from rope_jax.positions.extension import Extension
 from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
-from rope_jax.system.sharding import make_mesh, replicated
-from rope_jax.tasks import task_of
+from rope_jax.system.sharding import make_mesh, replicate
+from rope_jax.tasks import find_task
 from rope_jax.tasks.dense import side_multiple
 from rope_jax.training.setup import load_split
 
@@ -115,8 +115,8 @@ def score(model: nnx.Module, config: Config, images: Any, rule: str) -> Row:
     graph, *weights = nnx.split(model)
     evaluator = Evaluator(
         at_any_resolution(graph, mesh, scale_windows=windows, extend=spell_out(rule)),
-        jax.device_put(weights, replicated(mesh)),
-        task_of(model),
+        jax.device_put(weights, replicate(mesh)),
+        find_task(model),
         mean=config.data.mean,
         std=config.data.std,
         batch_size=config.eval.batch_size,

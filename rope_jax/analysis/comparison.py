@@ -6,7 +6,7 @@ import numpy as np
 
 from rope_jax.analysis.intervals import Estimate, newcombe, student, wilson
 from rope_jax.analysis.runs import Groups, Size, rows_by_size
-from rope_jax.evaluate.results import SHARES, Row, main_score
+from rope_jax.evaluate.results import FRACTIONS, Row, main_score
 from rope_jax.names.text import size_text
 
 Estimates = Mapping[str, Mapping[Size, Estimate]]  # by group and resolution
@@ -29,7 +29,7 @@ def score(rows: Sequence[Row]) -> Estimate:
     name = main_score(rows[0])
     mean, half = student([row[name] for row in rows])
     low, high = mean - half, mean + half
-    if len(rows) == 1 and name in SHARES:
+    if len(rows) == 1 and name in FRACTIONS:
         low, high = wilson(mean, rows[0]["count"])
     return Estimate(mean, *np.clip((low, high), 0, 1))
 
@@ -64,7 +64,7 @@ def _difference(pairs: Sequence[tuple[Row, Row]]) -> Estimate:
     name = main_score(row)
     mean, half = student([row[name] - base[name] for row, base in pairs])
     low, high = mean - half, mean + half
-    if len(pairs) == 1 and name in SHARES:
+    if len(pairs) == 1 and name in FRACTIONS:
         low, high = newcombe(row[name], row["count"], base[name], base["count"])
     return Estimate(mean, low, high)
 

@@ -27,12 +27,12 @@ from rope_jax.analysis.runs import Groups, RunResults
 from rope_jax.config import ConfigError, differences, in_one_line
 from rope_jax.evaluate.curves import accuracy_against_resolution, available
 from rope_jax.evaluate.results import (
-    SHARES,
+    FRACTIONS,
     class_names,
     class_score,
     main_score,
     score_name,
-    titles_of,
+    score_titles,
 )
 from rope_jax.names.text import format_table, size_text
 from rope_jax.runs.loading import load_run
@@ -69,7 +69,7 @@ def _accuracy(groups: Groups, estimates: Estimates, out: pathlib.Path) -> list[s
     first = _all_runs(groups)[0].rows[0]
     label, name = score_name(first), main_score(first)
     over_images = ", Wilson's over images for a single run"
-    alone = over_images if name in SHARES else "; a single run has none"
+    alone = over_images if name in FRACTIONS else "; a single run has none"
     text = (
         f"{_sentence(label)} in percent ({first['dataset']} {first['split']}, "
         f"{first['count']:,} images). The first size is that of training. Of several "
@@ -125,8 +125,8 @@ def _differences(groups: Groups, estimates: Estimates, out: pathlib.Path) -> lis
     text = (
         f"Difference in {label} from {base}, in percentage points, with intervals of 95 %: of "
         "several seeds Student's t over the differences of equal seeds, for these test images; of "
-        f"one seed {single if main_score(first) in SHARES else 'none'}. They are not widened for "
-        "the number of comparisons."
+        f"one seed {single if main_score(first) in FRACTIONS else 'none'}. They are not widened "
+        "for the number of comparisons."
     )
     caption, path = f"difference in {label} from {base}, with intervals", out / "differences.png"
     return [
@@ -202,7 +202,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     """Results with further crops, and those of `python -m rope_jax.evaluate`."""
     seed_counts = collections.Counter(run.workdir for run in runs)
     first = runs[0].rows[0]
-    titles = {name: title for name, title in titles_of(first).items() if name in first}
+    titles = {name: title for name, title in score_titles(first).items() if name in first}
     _, *others = titles
     rows = []
     for run in runs:

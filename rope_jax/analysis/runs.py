@@ -12,7 +12,7 @@ from rope_jax.evaluate.results import Row, score_name
 from rope_jax.models.registry import find_model
 from rope_jax.names import plugins
 from rope_jax.system.files import read_json
-from rope_jax.training.metrics import metrics_of, read_metrics
+from rope_jax.training.metrics import read_metrics, seed_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
         )
     path = workdir / "config.json"
     config = resolve_stored(read_json(path), path)
-    plugins.load(config.plugins, wanted_by=f"of the run {workdir}")
+    plugins.load(config.plugins, required_by=f"of the run {workdir}")
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)
     config = dataclasses.replace(config, model=model)
@@ -82,7 +82,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             step,
             [row for row in rows if row.get("seed", seed) == seed],
             [row for row in others if row["asked"].get("seed", config.seed) == seed],
-            [metrics_of(line, seed) for line in metrics],
+            [seed_metrics(line, seed) for line in metrics],
         )
         for seed in config.all_seeds
     ]

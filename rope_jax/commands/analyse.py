@@ -18,7 +18,7 @@ from rope_jax.commands.arguments import (
     add_options,
     command_parser,
 )
-from rope_jax.names.options import options_of
+from rope_jax.names.options import find_options
 from rope_jax.runs.loading import load_model
 from rope_jax.system.sharding import start_devices
 from rope_jax.training.kernels import kernels_of_run
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     name, workdir = args.command, getattr(args, "workdir", None)
     out = args.out or pathlib.Path(workdir or ".")
-    options = {x: getattr(args, x) for x in options_of((OF_MODEL | OF_SCHEMES)[name])}
+    options = {x: getattr(args, x) for x in find_options((OF_MODEL | OF_SCHEMES)[name])}
     with parser.one_line_errors(extra="plot"):
         start_devices()
         if args.out is not None:

@@ -16,7 +16,7 @@ from rope_jax.data import BadImages
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
 from rope_jax.names import plugins
-from rope_jax.names.options import CountOrZero, describe, options_of, read
+from rope_jax.names.options import CountOrZero, describe, find_options, read
 from rope_jax.system.cores import cores
 from rope_jax.system.files import SaveFailed
 from rope_jax.system.streams import keep_going_unread
@@ -262,7 +262,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str =
     """
     parameters = inspect.signature(function).parameters
     sentences = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
-    for name, annotation in options_of(function).items():
+    for name, annotation in find_options(function).items():
         default = parameters[name].default
         requirement = (
             {"required": True} if default is inspect.Parameter.empty else {"default": default}

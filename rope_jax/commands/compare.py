@@ -145,7 +145,7 @@ def _config(args: argparse.Namespace, position: str) -> Config:
     overrides = {name: value for name, value in changes.items() if value is not None}
     config = resolve(load_recipe(recipe, overrides | args.settings))
     with blame("--config.plugins"):
-        plugins.load(config.plugins, wanted_by="of the recipe")
+        plugins.load(config.plugins, required_by="of the recipe")
     return config
 
 

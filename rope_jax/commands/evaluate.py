@@ -35,8 +35,8 @@ from rope_jax.evaluate.results import class_score, class_table, read_evaluations
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import LoadedModel, load_model
-from rope_jax.system.sharding import make_mesh, share, start_devices
-from rope_jax.tasks import TASKS, Task, task_of
+from rope_jax.system.sharding import make_mesh, process_shard, start_devices
+from rope_jax.tasks import TASKS, Task, find_task
 from rope_jax.training.kernels import kernels_of_run
 
 
@@ -126,7 +126,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     for name, value in rules(defaults).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    _check(args, loaded.config is not None, task_of(loaded.model))
+    _check(args, loaded.config is not None, find_task(loaded.model))
     if args.out is not None:
         with blame("--out"):
             read_evaluations(args.out)  # a file of another kind is not set aside
@@ -140,7 +140,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     out = args.out or pathlib.Path(workdir or ".", "evaluations.json")
     evaluation = functools.partial(
         Evaluation,
-        asked=vars(args),
+        arguments=vars(args),
         model=loaded.model,
         config=loaded.config,
         preprocessing=preprocessing,
@@ -148,8 +148,8 @@ def _evaluate(args: argparse.Namespace) -> None:
         folder=out.parent,
     )
     with kernels_of_run(loaded.config, workdir):
-        rows = [evaluation(size=size).recorded(_identity(args, loaded), out) for size in sizes]
-    if share()[0] == 0:
+        rows = [evaluation(size=size).record(_identity(args, loaded), out) for size in sizes]
+    if process_shard()[0] == 0:
         print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows))
         if class_score(rows[0]) is not None:

@@ -45,7 +45,7 @@ from rope_jax.names.options import Count, Range
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.processes import join, require_equal_devices
-from rope_jax.system.sharding import share, start_devices
+from rope_jax.system.sharding import process_shard, start_devices
 from rope_jax.training.setup import create
 
 _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
@@ -63,7 +63,9 @@ def command() -> None:
             if args.distributed:
                 with blame("--distributed"):
                     join(args.heartbeat, args.join_timeout)
-                if share()[0] > 0:  # the first process prints; all print warnings and errors
+                if (
+                    process_shard()[0] > 0
+                ):  # the first process prints; all print warnings and errors
                     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             with blame("JAX_PLATFORMS"):
                 start_devices()

@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from flax import nnx
 
 from rope_jax.names.notation import Call, parse
-from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.options import convert_options, find_options
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -101,8 +101,8 @@ def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
 def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     name = call.name
     cls = SCHEMES[name]
-    later = {} if cls.extension is None else options_of(type(cls.extension))
-    own = options_of(cls.__init__)  # which a scheme may have of the same names
+    later = {} if cls.extension is None else find_options(type(cls.extension))
+    own = find_options(cls.__init__)  # which a scheme may have of the same names
     options = convert_options(name, dict(call.options), own | later | own)
     extending = {option: options.pop(option) for option in options.keys() - own.keys()}
     if len(call.inner) != cls.wraps:

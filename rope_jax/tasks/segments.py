@@ -27,7 +27,7 @@ class Views:
 
     Attributes:
         scales: of the resized images, relative to the size of evaluation.
-        flip: whether each of them is seen mirrored, too.
+        flip: True to segment each of them mirrored, too.
         window: (height, width) that the model sees at once; None for whole images.
         stride: pixels from window to window.
     """
@@ -50,16 +50,16 @@ class Views:
         sides = "x".join(map(str, self.window))
         return ", ".join([*words, f"windows of {sides} at strides of {self.stride} pixels"])
 
-    def of(
+    def apply(
         self, image: Float[np.ndarray, "h w 3"], fit: Size | None
     ) -> Iterator[tuple[Float[np.ndarray, "_H _W 3"], bool]]:
-        """The views of a normalised image, each with whether it is mirrored.
+        """Yields the views of a normalised image, each with True if it is mirrored.
 
         With windows, no view is smaller than one (BEiT).
 
         Args:
             image: at its own size.
-            fit: what its shorter and its longer side fit into at scale 1; None for its own size.
+            fit: limits of its shorter and its longer side at scale 1; None for its own size.
         """
         size = image.shape[:2]
         for scale in self.scales:
@@ -76,7 +76,7 @@ class Views:
                 yield view[:, ::-1], True
 
 
-def asked_views(
+def requested_views(
     images: Images | Streamed,
     *,
     scales: tuple[float, ...] | None = None,
@@ -84,8 +84,8 @@ def asked_views(
     window: str | None = None,
     stride: int | None = None,
 ) -> Views:
-    """The views that the command asks for; by default windows of the size of evaluation, or the
-    whole images of a set in memory.
+    """The requested views; by default windows of the size of evaluation, or whole images of a set
+    in memory.
 
     Args:
         images: to be segmented.
@@ -163,14 +163,14 @@ def segment_split(
             image, label = images.original(number)
         except skipped:
             continue
-        seen = views.of((image / np.float32(255) - mean) / std, fit)
+        seen = views.apply((image / np.float32(255) - mean) / std, fit)
         scores = windows.scores(evaluator.weights, seen, label.shape)
         wide = np.full(scores.shape[:2], IGNORED, np.uint8)
         wide[: label.shape[0], : label.shape[1]] = label
-        found, counts = count(scores, wide, number=images.classes)
+        classes, counts = count(scores, wide, number=images.classes)
         parts.append(np.asarray(counts))
         if len(kept) < pictures:
-            predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
+            predicted = np.asarray(classes)[: label.shape[0], : label.shape[1]]
             kept.append(Segmented(image, label, predicted))
         evaluator.poll(number + 1)
     if short is None:
@@ -183,10 +183,10 @@ def _count(
     scores: Float[jax.Array, "H W K"], label: UInt8[jax.Array, "H W"], number: int
 ) -> tuple[UInt8[jax.Array, "H W"], Int[jax.Array, "_K 3"]]:
     """The classes of the pixels, and `count_pixels` of them."""
-    found = scores.argmax(-1)
+    classes = scores.argmax(-1)
     mask = jnp.ones(1, bool)
-    counts = count_pixels(found[None], label[None], mask, number)
-    return found.astype(jnp.uint8), counts
+    counts = count_pixels(classes[None], label[None], mask, number)
+    return classes.astype(jnp.uint8), counts
 
 
 def count_pixels(

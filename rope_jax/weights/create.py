@@ -114,7 +114,7 @@ def create_model(
             create = create_backbone if wanted.head is None else create_dense
             model = create(wanted, seed=seed, dtype=dtype)
         except UnknownName as error:
-            missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
+            missing = [] if described is None else {*described.plugins} - {*plugins.list_loaded()}
             if not missing:
                 raise
             raise ValueError(

@@ -147,7 +147,7 @@ def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
     ],
 )
 def test_views_have_the_sizes_of_mmsegmentation(views, fit, sizes):
-    found = list(views.of(np.zeros((300, 400, 3), np.float32), fit))
+    found = list(views.apply(np.zeros((300, 400, 3), np.float32), fit))
     flips = [False, True] if views.flip else [False]
     wanted = [(size, flipped) for size in sizes for flipped in flips]
     assert [(view.shape[:2], flipped) for view, flipped in found] == wanted

@@ -108,9 +108,9 @@ def four_bits(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "1.png").unlink(), "train/1 and .*train/1.png are no pair"),
-        (lambda f: (f / "1.jpg").unlink(), "train/1 and .*train/1.png are no pair"),
-        (lambda f: (f / "1.webp").write_bytes(b""), "train/1 and .*train/1.png are no pair"),
+        (lambda f: (f / "1.png").unlink(), "train/1 and .*train/1.png do not match"),
+        (lambda f: (f / "1.jpg").unlink(), "train/1 and .*train/1.png do not match"),
+        (lambda f: (f / "1.webp").write_bytes(b""), "train/1 and .*train/1.png do not match"),
         (lambda f: save(f / "1.png", np.zeros((4, 5), np.uint8)), "1.png has 4x5 .*1.jpg 21x24"),
         (
             lambda f: save(f / "1.png", np.full((21, 24), 3, np.uint8)),
@@ -125,7 +125,7 @@ def four_bits(path):
         (lambda f: (f.parent / "classes.txt").write_text("\nsky\n"), "classes.txt has an empty"),
         (lambda f: (f.parent / "classes.txt").write_text("\n"), "classes.txt has an empty"),
         (lambda f: (f.parent / "classes.txt").write_bytes(b"\xff\n"), "classes.txt is not text in"),
-        (lambda f: turned(f / "1.jpg"), r"train/1.jpg is stored turned \(Exif orientation 3\)"),
+        (lambda f: turned(f / "1.jpg"), r"train/1.jpg has an Exif rotation \(orientation 3\)"),
         (lambda f: [file.unlink() for file in f.iterdir()], "train has no images"),
     ],
 )

@@ -45,7 +45,7 @@ def test_parts_of_processes_are_the_batch(monkeypatch):
     parts = []
     for part in range(3):
         monkeypatch.setattr(sharding, "share", lambda part=part: (part, 3))
-        parts.append(sharding.share_of(batch))
+        parts.append(sharding.take_shard(batch))
     for name, whole in batch.items():
         assert np.array_equal(np.concatenate([part[name] for part in parts]), whole)
 

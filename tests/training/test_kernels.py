@@ -104,8 +104,8 @@ def test_every_process_traces_the_step_and_the_first_measures(ready, tmp_path, m
     """A batch on all devices takes all processes."""
     tuned, traced = prefer(monkeypatch, "triton"), []
     sent = iter(["", Choices("cpu", "of the first").to_json()])
-    monkeypatch.setattr(kernels, "calls_of_step", lambda *_: traced.append("step") or [])
-    monkeypatch.setattr(kernels, "decided_by_first", lambda choose: next(sent))
+    monkeypatch.setattr(kernels, "trace_step", lambda *_: traced.append("step") or [])
+    monkeypatch.setattr(kernels, "decide_by_first", lambda choose: next(sent))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert chosen(ready, tmp_path).jax == "of the first"
     assert (traced, tuned) == (["step"], [])
@@ -116,7 +116,7 @@ def test_an_evaluation_reads_the_choices_of_the_run(tmp_path):
     """And nothing from the cache folder where the run has none."""
     of_run = lambda **settings: kernels.kernels_of_run(resolve(settings), tmp_path)
     assert (of_run().calls, of_run().everywhere) == ({}, None)
-    path = kernels.file_of(tmp_path)
+    path = kernels.choices_file(tmp_path)
     Choices("cpu", calls={"a call": {}}).save(path)
     before = path.stat().st_mtime_ns
     assert of_run().calls == {"a call": {}}
@@ -127,7 +127,7 @@ def test_an_evaluation_reads_the_choices_of_the_run(tmp_path):
 
 
 def test_a_damaged_file_stops_the_run(ready, tmp_path):
-    (kernels.file_of(tmp_path)).write_text('{"format": 1')
+    (kernels.choices_file(tmp_path)).write_text('{"format": 1')
     with pytest.raises(ConfigError, match=r"kernels_cpu\.json .* delete it to measure"):
         chosen(ready, tmp_path)
 
@@ -155,7 +155,7 @@ def test_choices_that_do_not_fit_are_measured_again(
     choices = chosen(ready, tmp_path)
     assert (len(tuned), choices.misfit()) == (1, None)
     assert reason in capsys.readouterr().err
-    assert Choices.load(kernels.file_of(tmp_path)).calls == choices.calls
+    assert Choices.load(kernels.choices_file(tmp_path)).calls == choices.calls
     assert {path.name for path in tmp_path.iterdir()} == {name, "kernels_cpu.json"}
 
 

@@ -86,8 +86,8 @@ def test_a_signal_ends_at_once_what_has_nothing_to_save():
 def test_a_profile_is_asked_for_once():
     with stop_signals() as stopping:
         signal.raise_signal(signal.SIGUSR2)
-        assert stopping.profile_wanted()
-        assert not stopping.profile_wanted()
+        assert stopping.take_profile_request()
+        assert not stopping.take_profile_request()
         stopping()
 
 

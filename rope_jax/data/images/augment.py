@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_jax.data.images import crops, device, device_colours, device_crops, fits, joint
 from rope_jax.names.notation import Call, parse
-from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.options import convert_options, find_options
 from rope_jax.names.registry import Registry
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
@@ -201,5 +201,5 @@ def _bind(call: Call, text: str) -> Augmentation:
     function = AUGMENTATIONS[call.name].function
     if call.inner:
         raise ValueError(f"augmentation {text!r}: {call.name} takes options, as in crop(pad=4)")
-    options = convert_options(call.name, dict(call.options), options_of(function))
+    options = convert_options(call.name, dict(call.options), find_options(function))
     return Augmentation(call.name, tuple(sorted(options.items())))

@@ -97,8 +97,8 @@ class Folder(Files):
             name for name in classes if unsplit and name.lower() in ("train", "test", "val")
         ]:
             raise ValueError(
-                f"{path} has a folder {misnamed[0]!r}: name it {misnamed[0].lower()!r} if it is a split, "
-                "and otherwise if it is a class"
+                f"{path} has a folder {misnamed[0]!r}: name it {misnamed[0].lower()!r} if it is a "
+                "split, and otherwise if it is a class"
             )
         if unknown := sorted(set(list_names(folder, folders=True)) - set(classes)):
             raise ValueError(

@@ -282,9 +282,9 @@ class Streamed:
     def protocol(self) -> str:
         """A description of crop and resizing, for the protocol of an evaluation."""
         text = f"{self.crop} of each image, resized whole and with antialiasing"
-        description = self.source.about
-        if "resized" in description:
-            text += f"; images packed beforehand: {description['resized']} ({description['interpolation']})"
+        entries = self.source.about
+        if "resized" in entries:
+            text += f"; images packed beforehand: {entries['resized']} ({entries['interpolation']})"
         return text
 
     @property

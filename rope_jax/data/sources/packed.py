@@ -112,7 +112,7 @@ class Packed(Source):
 
     @functools.cached_property
     def _shards(self) -> list[int]:
-        """Descriptors of the files. Not mapped: a truncated file would kill the process (SIGBUS)."""
+        """Descriptors of the files. Not mapped: a cut file would kill the process (SIGBUS)."""
         files = [self.index / shard["file"] for shard in self.about["shards"]]
         descriptors = [os.open(file, os.O_RDONLY) for file in files]
         for descriptor in descriptors:

@@ -21,12 +21,12 @@ class Tfds(Source):
     """One split of a prepared set with the features `image` and `label`.
 
     Examples are ordered by class and file name (the feature `file_name` or a similar one), as in a
-    class folder, or else in storage order. Labels are the set's own; they agree with those of a
+    class folder, otherwise in storage order. Labels are the set's own; they agree with those of a
     class folder if the set's classes are in the order of their names, as ImageNet's are. To find
     the order, every record is read once; the order is kept in the cache folder.
 
     Args:
-        path: the folder of a version of the set, as ~/tensorflow_datasets/imagenet2012/5.1.0.
+        path: the folder of a version of the set: ~/tensorflow_datasets/imagenet2012/5.1.0.
         split: "train" or "test"; the latter is the split "validation" if there is one.
 
     Raises:
