@@ -88,8 +88,9 @@ def require_equal(mine: dict[str, str]) -> None:
             problems.append(f"in process {number} {first_problems(facts)}")
     if problems:
         raise ConfigError(
-            f"the processes of a run differ from process 0: {first_problems(problems)}; start "
-            "all with the same command, data and software, and a --workdir that all share [--distributed]"
+            f"the processes of a run differ from process 0: {first_problems(problems)}; "
+            "start all with the same command, data and software, and a --workdir that all share "
+            "[--distributed]"
         )
 
 

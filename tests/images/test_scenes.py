@@ -65,7 +65,7 @@ def test_scenes_refuse_what_cannot_be():
         DeviceBatches(images, batch_size=2, seed=0, augment="resized_crop")
     with pytest.raises(ValueError, match="8x64 pixels have no room"):
         draw_scene("train", 0, (8, 64))
-    with pytest.raises(ValueError, match="'scenes' needs no path"):
+    with pytest.raises(ValueError, match="'scenes' takes no path"):
         data.load("scenes", "here")
 
 
