@@ -46,13 +46,13 @@ def test_changes_are_made_in_their_order():
     np.testing.assert_array_equal(found(), PIXELS)
     add, contrast, saturate, turn = np.eye(4, dtype=bool)
     brighter = np.clip(PIXELS + 20.5, 0, 255).astype(int)
-    np.testing.assert_array_equal(found(wanted=add, added=20.5), brighter)
+    np.testing.assert_array_equal(found(enabled=add, added=20.5), brighter)
     flatter = (PIXELS * np.float32(0.7)).astype(int)
-    np.testing.assert_array_equal(found(wanted=contrast, contrast=0.7), flatter)
+    np.testing.assert_array_equal(found(enabled=contrast, contrast=0.7), flatter)
     grey = hsv(PIXELS, lambda x: x * (1, 0.5, 1))
-    assert np.abs(found(wanted=saturate, saturation=0.5) - grey).max() < 5
+    assert np.abs(found(enabled=saturate, saturation=0.5) - grey).max() < 5
     turned = hsv(PIXELS, lambda x: np.add(x, (17, 0, 0)) % (180, 256, 256))
-    assert np.abs(found(wanted=turn, turn=17) - turned).max() < 5
+    assert np.abs(found(enabled=turn, turn=17) - turned).max() < 5
     both = {"enabled": np.ones(4, bool), "contrast": 1.5, "saturation": 0.5, "turn": -9}
     cut_first = hsv(np.clip(PIXELS * 1.5, 0, 255), lambda x: x * (1, 0.5, 1) - (9, 0, 0))
     cut_last = np.clip(1.5 * hsv(PIXELS, lambda x: x * (1, 0.5, 1) - (9, 0, 0)), 0, 255)
