@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax.commands.arguments import Help, add_options, reads
-from rope_jax.names.options import options_of
+from rope_jax.commands.arguments import Help, add_options, parser_options
+from rope_jax.names.options import find_options
 from rope_jax.system.files import write_file
 from rope_jax_kernels.tuning.choices import hash_sources
 
@@ -94,9 +94,9 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
     positional = [x for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     for parameter in positional:
-        parser.add_argument(parameter.name, **reads(parameter.annotation))
+        parser.add_argument(parameter.name, **parser_options(parameter.annotation))
     add_options(parser, function, dash="-")
-    named = options_of(function)
+    named = find_options(function)
     if "out" not in named:
         parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
     flags = argv[split + 1 :]

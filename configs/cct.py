@@ -9,7 +9,7 @@ at once; `python -m experiments evidence cifar10` uses both. The settings are th
 configs/datasets/cifar10.yml and cifar100.yml.
 
 Hardware: one GPU. Hours: estimated, not measured, from six times the multiply-adds per image at
-10 % of an A100's 312 TFLOP/s, because small images use it badly: cct_7_3x1 1, vit_lite_7_4 and
+10 % of an A100's 312 TFLOP/s, because small images utilise it poorly: cct_7_3x1 1, vit_lite_7_4 and
 cvt_7_4 0.25.
 
 Expected top-1 in percent (Yu et al., arXiv 2212.05262, main text), not trained here; means of seeds
@@ -38,7 +38,7 @@ Known deviations from the original:
 
 from rope_jax import config as cfg
 
-# Learning rate, that at the start of the warmup, epochs with mixing, mean and standard deviation.
+# Learning rate, rate at the start of the warmup, epochs with mixing, mean and standard deviation.
 SETS = {
     "cifar10": (5.5e-4, 1e-5, 175.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": (6e-4, 1e-6, None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
@@ -74,8 +74,7 @@ def get_config(arguments: str | None = None):
 
     config.model.name = args.variant
     if args.position is not None:
-        own = {"std": 0.2, "resize": "bilinear"}
-        config.model.position = cfg.with_options(args.position, "ape", **own)
+        config.model.position = cfg.with_options(args.position, "ape", std=0.2, resize="bilinear")
 
     config.data.source = args.source
     config.data.path = args.path

@@ -62,12 +62,12 @@ def get_config(arguments: str | None = None):
     )
     stages = {"pretrain": PRETRAIN, "finetune": FINETUNE}
     if args.stage not in stages or args.variant not in stages[args.stage]:
-        known = "; ".join(
+        choices = "; ".join(
             f"stage={stage} with variant {', '.join(variants)}"
             for stage, variants in stages.items()
         )
         raise cfg.ConfigError(
-            f"recipe arguments stage={args.stage},variant={args.variant}: there are {known}"
+            f"recipe arguments stage={args.stage},variant={args.variant}: there are {choices}"
         )
     finetune = args.stage == "finetune"
     if finetune and args.init_from is None:

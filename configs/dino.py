@@ -35,17 +35,18 @@ detrex's DINO-ViTDet, with weights of MAE and decomposed relative positions, rea
 
 Known deviations from the original:
 
-- Heo et al. published no code of these runs: what their text leaves open follows detrex, drop path
-  among it. Whether their ViTs had windows of 14 tokens and layer scale, and their positions in
-  windows, is not known; here schemes that count patches count them in each window.
+- Heo et al. published no code for these runs: what their text leaves open, including drop path,
+  follows detrex. Whether their ViTs had windows of 14 tokens and layer scale, and their positions
+  in windows, is not known; here schemes that count patches count them in each window.
 - Training without a warmup is said to be unstable in detrex, whose ViTDet-L has one:
   `--config.optim.warmup_steps=250 --config.optim.warmup_learning_rate=1e-7`.
 - A batch has portrait or landscape images, as they are after the crop, and is padded to one of five
-  canvases. detrex puts images together on each GPU, by their orientation before the crop, and pads
+  canvases. detrex groups the images of each GPU by their orientation before the crop, and pads
   them to the largest of them. In both, ViTDet's images are not padded to 1024 x 1024 pixels.
 - The number of groups of denoising is chosen for the whole batch, in detrex for the two images of a
   GPU, and here with `--config.accumulate=8`.
-- Tables of positions are not decayed, nor what else a scheme exempts; detrex exempts norms only.
+- Tables of positions, and whatever else a scheme exempts, are not decayed; detrex exempts norms
+  only.
 - Activations are bfloat16, detrex's float32; batches cross the ends of epochs.
 """
 
@@ -80,7 +81,7 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     model, options, drop_path = VARIANTS[args.variant]
-    own = (options, "window_padding=tokens", f"drop_path={drop_path}")
+    model_options = (options, "window_padding=tokens", f"drop_path={drop_path}")
     config = cfg.default()
     config.seed = args.seed
     config.steps = args.steps
@@ -90,7 +91,7 @@ def get_config(arguments: str | None = None):
     config.model.name = model
     config.model.position = args.position
     config.model.head = "dino"
-    config.model.options = ",".join(filter(None, own))
+    config.model.options = ",".join(filter(None, model_options))
 
     config.data.source = args.source
     config.data.path = args.path

@@ -12,8 +12,8 @@ trains every model with five seeds.
 from rope_jax import config as cfg
 
 _SMALL = "patch_size=4,width=64,depth=4,heads=2"
-# Maps of 7x7 patches in training, for which other sides are those of the papers: 128 to 384 pixels
-# for a model trained at 224. Of swin 8x8 and 4x4, with windows of 4x4.
+# Maps have 7x7 patches in training. Relative to that, the other sides are those of the papers: 128
+# to 384 pixels for a model trained at 224. Maps of swin have 8x8 and 4x4, with windows of 4x4.
 _SIDES = (16, 20, 24, 32, 40, 48)
 _STAGES = "width=64,depths=(2,2),heads=(2,4),mlp_ratio=2.0,drop_path=0.0,window_size=4"
 # Backbone -> model, its options, side in pixels for training, sides for evaluation.
@@ -29,8 +29,8 @@ BACKBONES = {
 def get_config(arguments: str | None = None):
     """Arguments: path, backbone, position, augment, epochs, seed.
 
-    path is the folder of the four files, backbone one of BACKBONES; position None is rope_mixed of
-    the ViT, of others the model's own scheme. augment is the setting data.augment.
+    path is the folder of the four files, backbone one of BACKBONES; position None is rope_mixed for
+    the ViT and the model's own scheme for others. augment is the setting data.augment.
     """
     args = cfg.recipe_arguments(
         arguments,
@@ -52,8 +52,8 @@ def get_config(arguments: str | None = None):
 
     config.model.name = name
     config.model.options = options
-    own = "rope_mixed" if args.backbone == "vit" else None
-    config.model.position = args.position or own
+    default = "rope_mixed" if args.backbone == "vit" else None
+    config.model.position = args.position or default
 
     config.data.source = "idx"
     config.data.path = args.path

@@ -14,7 +14,7 @@ docs/own_images.md explains what to change.
 Hardware: one GPU. Hours: not measured; they depend on the number of images and, with few CPU cores,
 on the decoding (`--config.data.workers`). Accuracy: it depends on the images. Rate and layer decay
 are those of MAE's ViT-L and ViT-H (FINETUNE.md of its code; arXiv 2111.06377), which are fine-tuned
-for 50 epochs with mixup; here 20 epochs are without. Its ViT-B has 5e-4 and 0.65, and 100 epochs.
+for 50 epochs with mixup; here for 20 without. Its ViT-B has 5e-4 and 0.65, and 100 epochs.
 """
 
 from rope_jax import config as cfg

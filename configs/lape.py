@@ -34,7 +34,7 @@ Known deviations from the original:
 - DeiT's and CeiT's rate is 5e-4 x 1024 / 512, as their scripts scale the table's 5e-4.
 - T2T-ViT's batches are the table's 1024; its script has 512.
 - The released evaluation keeps all of the resized image (crop=1.0); the second row of the results
-  keeps the share of the family's own script (0.875; T2T-ViT 0.9).
+  keeps the fraction in the family's own script (0.875; T2T-ViT 0.9).
 - Batch norms of CeiT see the whole batch, not that of one GPU.
 - Swin's rate does not lag one step behind, as in its loop.
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
@@ -84,8 +84,8 @@ def get_config(arguments: str | None = None):
     config.ema_decay = 0.99996 if family == "t2t" else None
 
     config.model.name = args.variant
-    own = "sincos1d" if family == "t2t" else "ape"  # T2T-ViT's is a frozen sinusoid
-    config.model.position = args.position or f"lape({own})"
+    inner = "sincos1d" if family == "t2t" else "ape"  # T2T-ViT's is a frozen sinusoid
+    config.model.position = args.position or f"lape({inner})"
 
     config.data.source = args.source
     config.data.path = args.path

@@ -23,8 +23,8 @@ of 640).
 
 Known deviations from the original:
 
-- Heo et al. published no code of these runs: what their text leaves open, crops of 512 pixels among
-  it, follows Mask2Former's.
+- Heo et al. published no code for these runs: what their text leaves open, including crops of 512
+  pixels, follows Mask2Former's.
 - Images are resized by any ratio of 0.5 to 2, not by one of 16.
 - Activations are bfloat16; the original has float16, and float32 in the pixel decoder. Batches
   cross the ends of epochs.

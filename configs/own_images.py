@@ -17,9 +17,9 @@ from rope_jax import config as cfg
 def get_config(arguments: str | None = None):
     """Arguments: path, source, model, position, resolution, epochs, batch, seed.
 
-    source is that of `rope_jax.data.load`, None for "npz" if the path ends so and else "folder";
-    position None is the model's own scheme, batch the images in a step; the learning rate, 1e-3 for
-    512 of them, is scaled with it.
+    source is that of `rope_jax.data.load`, None for "npz" if the path ends in .npz and "folder"
+    otherwise; position None is the model's own scheme, batch the images in a step; the learning
+    rate, 1e-3 for 512 of them, is scaled with it.
     """
     args = cfg.recipe_arguments(
         arguments,
@@ -41,8 +41,8 @@ def get_config(arguments: str | None = None):
     config.model.name = args.model
     config.model.position = args.position
 
-    by_ending = "npz" if str(args.path).endswith(".npz") else "folder"
-    config.data.source = args.source or by_ending
+    default = "npz" if str(args.path).endswith(".npz") else "folder"
+    config.data.source = args.source or default
     config.data.path = args.path
     config.data.image_size = args.resolution
     config.data.mean = cfg.IMAGENET_MEAN
@@ -58,6 +58,6 @@ def get_config(arguments: str | None = None):
     config.optim.warmup_epochs = 5.0
 
     # Multiples of 32 near 0.75, 1.25 and 1.5 times the training size.
-    sides = (32 * round(share * args.resolution / 32) for share in (0.75, 1.25, 1.5))
+    sides = (32 * round(scale * args.resolution / 32) for scale in (0.75, 1.25, 1.5))
     config.eval.resolutions = tuple(side for side in sides if side > 0)
     return config

@@ -8,7 +8,7 @@ trains a DINO with one map, one layer of the encoder and two of the decoder. Bot
 minutes on two CPU cores (`make detect`). Expected: an AP50 of 71 % at 64 pixels, 63 % at 80 and
 49 % at 96 (measured once, seed 0).
 
-From new weights, a ViT could not tell digits apart after 950 steps of 16 images, and a transformer
+From new weights, a ViT could not distinguish digits after 950 steps of 16 images, and a transformer
 with convolutions (CCT) had an AP50 of 30 % after 2,000.
 """
 

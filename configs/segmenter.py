@@ -12,15 +12,15 @@ Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six ti
 multiply-adds per image at 40 % of an A100's 312 TFLOP/s: deit_ti16 0.2, deit_s16 0.7, deit_b16 2;
 with few CPU cores the decoding takes longer.
 
-Expected mIoU in percent: LaPE's abstract has a gain of 1.37 over ape (deit_ti16), and its
-supplement no other number. Segmenter's own code has other weights, of AugReg.
+Expected mIoU in percent: LaPE's abstract reports a gain of 1.37 over ape (deit_ti16), and its
+supplement no other number. Segmenter's own code starts from other weights, of AugReg.
 
 Known deviations from the original:
 
 - Weights come from DeiT's recipe in configs/lape.py.
 - Activations are bfloat16, not float32; batches cross the ends of epochs.
 - The encoder's layer norms have epsilon 1e-5, as in Segmenter's code, and the weights of
-  `init_from`, if they are DeiT's, were trained with 1e-6. The run prints so when it starts;
+  `init_from`, if they are DeiT's, were trained with 1e-6. The run reports this when it starts;
   `--config.model.options=drop_path=0.1` keeps the model's 1e-6.
 - The default scheme resizes its table bilinearly, as Segmenter does; DeiT's is bicubic.
 """

@@ -25,12 +25,12 @@ Expected mIoU in percent (Heo et al., arXiv 2403.13298, table 3), not trained he
     deit3_b16      48.4   49.9     50.7         50.5         50.9
     deit3_l16      51.6   52.6     52.3         52.4         52.6
 
-LaPE's supplement (arXiv 2212.05262, table III) has gains of ViT-Adapter, but prints no number that
-could be compared.
+LaPE's supplement (arXiv 2212.05262, table III) reports gains with ViT-Adapter, but no numbers to
+compare with.
 
 Known deviations from the original:
 
-- Heo et al. published no code of these runs: what their text leaves open follows BEiT v2's.
+- Heo et al. published no code for these runs: what their text leaves open follows BEiT v2's.
 - LaPE's table has rate, weight decay, batch and steps of ViT-Adapter; the rest is as in the
   official code of ViT-Adapter, with its layer decay of 0.95.
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
@@ -96,7 +96,7 @@ def get_config(arguments: str | None = None):
     config.optim.warmup_steps = 1500
     config.optim.warmup_learning_rate = 1e-6 * rate
     config.optim.weight_decay = 0.05
-    config.optim.exempt = "vectors"  # both codes' exempt names lack the prefix "backbone."
+    config.optim.exempt = "vectors"  # the exempt names of both codes lack the prefix "backbone."
     config.optim.layer_decay = layer_decay
     config.optim.clip_norm = None
 

@@ -1,8 +1,8 @@
 """Settings of the site; `make docs` builds it.
 
-The pages are those of the repository, where they lie: docs/, colabs/ and kernels/README.md, so that
-the same links lead through the site and through the repository. Notebooks are shown with their
-stored outputs; docstrings are the API reference.
+The site shows the pages in their places in the repository (docs/, colabs/ and kernels/README.md),
+so that the same links work on the site and in the repository. Notebooks are shown with their stored
+outputs; docstrings are the API reference.
 """
 
 import re
@@ -18,7 +18,7 @@ project = "rope_jax"
 author = "The rope_jax authors"
 version = release = rope_jax.__version__
 
-# Of the repository's root, which is the source folder.
+# Relative to the repository's root, which is the source folder.
 root_doc = "docs/index"
 include_patterns = ["README.md", "docs/**.md", "colabs/*.ipynb", "kernels/README.md"]
 exclude_patterns = [".*", "build", "runs", "tests"]
@@ -54,7 +54,7 @@ class ArxivLinks(SphinxPostTransform):
     number = re.compile(r"(arXiv \d{4}\.\d{5})")
 
     def run(self, **kwargs: object) -> None:
-        """Replaces such texts outside code and links."""
+        """Replaces these texts outside code and links."""
         del kwargs
         for text in list(self.document.findall(nodes.Text)):
             if isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.reference):

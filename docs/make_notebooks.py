@@ -1,7 +1,7 @@
 """Executes the notebooks whose code has changed, and stores their outputs: `make notebooks`.
 
-`python -m docs.make_notebooks FILE...` executes these in any case, each in a new folder. A notebook
-has the checksum of the code that was executed; a test compares it with the code.
+`python -m docs.make_notebooks FILE...` executes these files in any case, each in a new folder. A
+notebook stores the checksum of the code that was executed; a test compares it with the code.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def checksum(notebook: dict[str, Any]) -> str:
 
 
 def up_to_date(path: pathlib.Path) -> bool:
-    """Whether the stored outputs are those of the notebook's code."""
+    """Checks whether the stored outputs are those of the notebook's code."""
     notebook = json.loads(path.read_text())
     return notebook["metadata"].get(CHECKSUM) == checksum(notebook)
 

@@ -1,8 +1,8 @@
 """Draws the pictures of the documentation: `python -m docs.make_pictures`, or `make tables`.
 
 Each picture shows the newest result of one part of `python -m experiments evidence`, whose checksum
-is stored in the picture: those of another result are drawn anew. Accuracies are means over seeds
-with 95 % intervals.
+is stored in the picture. A picture of another result is drawn again. Accuracies are means over
+seeds with 95 % intervals.
 """
 
 import hashlib
@@ -32,19 +32,19 @@ RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
 
 
-def by_scheme(figure: Figure, result: Result) -> None:
+def draw_by_scheme(figure: Figure, result: Result) -> None:
     """Plots accuracy over resolution, with a curve per scheme of a ViT."""
     runs, curves = result["runs"], {}
     measured = [row["resolution"] for row in runs[0]["eval"]]
     for scheme in CURVES:
-        found = {(side, side): accuracies(runs, "vit", scheme, side) for side, _ in measured}
-        if all(found.values()):
-            curves[scheme] = {size: list(values.values()) for size, values in found.items()}
+        by_size = {(side, side): accuracies(runs, "vit", scheme, side) for side, _ in measured}
+        if all(by_size.values()):
+            curves[scheme] = {size: list(values.values()) for size, values in by_size.items()}
     label = "top-1 accuracy (%), 95 % interval over seeds"
     plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
 
 
-def by_rule(figure: Figure, result: Result) -> None:
+def draw_by_rule(figure: Figure, result: Result) -> None:
     """Plots accuracy over resolution, with a plot per scheme and a curve per rule of `extend`.
 
     At the training resolution all rules are the same; rules with options are left out.
@@ -67,7 +67,7 @@ def by_rule(figure: Figure, result: Result) -> None:
 
 
 def plot(axes: Axes, curves: Curves) -> None:
-    """Plots the mean over seeds and its interval, the curves aside from each other."""
+    """Plots the mean over seeds and its interval, with the curves shifted sideways."""
     means = {
         name: {size: student(values) for size, values in curve.items()}
         for name, curve in curves.items()
@@ -75,13 +75,15 @@ def plot(axes: Axes, curves: Curves) -> None:
     draw_by_resolution(axes, means, aside=0.3)
 
 
-def of_claims(figure: Figure, result: Result) -> None:
-    """Plots the difference of each claim with its interval, and where that has to be above.
+def draw_claims(figure: Figure, result: Result) -> None:
+    """Plots the difference of each claim with its interval, and the threshold of the claim.
 
-    Differences at other sizes than that of training are much larger, and have a plot of their own.
+    Differences beyond the training resolution are much larger, and have a separate plot.
     """
-    found = list(claims(result["settings"]["part"]))
-    groups = [[x for x in found if (x.resolution is None) == trained] for trained in (True, False)]
+    all_claims = list(claims(result["settings"]["part"]))
+    groups = [
+        [x for x in all_claims if (x.resolution is None) == trained] for trained in (True, False)
+    ]
     plots = figure.subplots(len(groups), height_ratios=[*map(len, groups)])
     for axes, group in zip(plots, groups, strict=True):
         for place, claim in enumerate(group):
@@ -124,26 +126,28 @@ PICTURES = [
         "fashion.png",
         "fashion",
         "A small ViT on Fashion-MNIST: accuracy by scheme and resolution",
-        by_scheme,
+        draw_by_scheme,
     ),
     Picture(
         "fashion_crops.png",
         "fashion_crops",
         "A small ViT on Fashion-MNIST, trained on random crops",
-        by_scheme,
+        draw_by_scheme,
     ),
-    Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", of_claims, 7.9),
-    Picture("rules.png", "fashion", "Rotary embeddings beyond the training resolution", by_rule),
+    Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", draw_claims, 7.9),
+    Picture(
+        "rules.png", "fashion", "Rotary embeddings beyond the training resolution", draw_by_rule
+    ),
 ]
 
 
 def checksum(result: Result) -> str:
-    """SHA-256 of what the runs of a result have found."""
+    """SHA-256 of the runs in a result."""
     return hashlib.sha256(json.dumps(result["runs"], sort_keys=True).encode()).hexdigest()
 
 
-def is_of(path: pathlib.Path, result: Result) -> bool:
-    """Whether a picture is there and was drawn from a result."""
+def is_current(path: pathlib.Path, result: Result) -> bool:
+    """Checks whether a picture exists and was drawn from a result."""
     if not path.exists():
         return False
     with Image.open(path) as image:
@@ -151,23 +155,23 @@ def is_of(path: pathlib.Path, result: Result) -> bool:
 
 
 def stale(results: Sequence[Result]) -> list[tuple[Picture, Result]]:
-    """The pictures that are not of these results, and their results."""
-    of = {x: newest(results, "evidence", part=x.part)[0] for x in PICTURES}
-    return [(x, result) for x, result in of.items() if not is_of(FOLDER / x.file, result)]
+    """Pictures that were not drawn from these results, and their results."""
+    latest = {x: newest(results, "evidence", part=x.part)[0] for x in PICTURES}
+    return [(x, result) for x, result in latest.items() if not is_current(FOLDER / x.file, result)]
 
 
 def main() -> None:
     """Draws the pictures that are not up to date."""
-    for asked, result in stale(read_results()):
-        path = FOLDER / asked.file
-        with picture(path, asked.title, (7.2, asked.height), dpi=100) as figure:
-            asked.draw(figure, result)
+    for spec, result in stale(read_results()):
+        path = FOLDER / spec.file
+        with picture(path, spec.title, (7.2, spec.height), dpi=100) as figure:
+            spec.draw(figure, result)
         text = PngInfo()
         text.add_text(CHECKSUM, checksum(result))
         # A palette makes the file a third as large.
         image = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         image.save(path, pnginfo=text)
-        print(f"drawn: {asked.file}")
+        print(f"drawn: {spec.file}")
 
 
 if __name__ == "__main__":

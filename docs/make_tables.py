@@ -1,10 +1,10 @@
 """Writes the tables of the documentation: `python -m docs.make_tables`, or `make tables`.
 
 In README.md, kernels/README.md and docs/*.md, the text between `<!-- table: NAME -->` and
-`<!-- end -->` is replaced. A name of TABLES stands for what its function returns; any other is that
-of a benchmark or experiment, whose newest results are shown. After the name, `part=fashion` chooses
-results with this setting, `number=1` the second table of each, and `rows=TEXT` the rows that this
-regular expression finds.
+`<!-- end -->` is replaced. A name in TABLES inserts the text that its function returns; any other
+is a benchmark or experiment, whose newest results are shown. After the name, `part=fashion` chooses
+results with this setting, `number=1` the second table of each, and `rows=TEXT` the rows that match
+this regular expression.
 
 A result is a table if it has `columns` (headers), `rows` (lists of texts and numbers) and perhaps a
 `note` for the line below; one with several tables has them in a list, `tables`.
@@ -40,7 +40,7 @@ def cell(value: str | float) -> str:
 
 
 def render(result: Result, number: str | None = None, rows: str = "") -> str:
-    """The tables of a result, or one of them, with their notes; and where they come from."""
+    """Renders the tables of a result, or one of them, with their notes and their origin."""
     tables, texts = result.get("tables", [result]), []
     for table in tables if number is None else [tables[int(number)]]:
         cells = [list(map(cell, row)) for row in table["rows"]]
@@ -49,7 +49,7 @@ def render(result: Result, number: str | None = None, rows: str = "") -> str:
     return "\n".join([*texts[:-1], f"{texts[-1].strip()} {origin(result)}.\n".lstrip()])
 
 
-def of_results(
+def result_tables(
     name: str, results: Sequence[Result], number: str | None = None, rows: str = "", **settings: str
 ) -> str:
     """The tables of the newest results of a benchmark or experiment."""
@@ -79,8 +79,8 @@ def costs() -> str:
     rows = []
     for model in ("deit3_s16", "swin_t"):
         for position, cost in zip(COSTLY, scheme_costs(model, COSTLY, 224), strict=True):
-            share = 100 * cost.operations / cost.multiply_adds
-            operations = f"{cost.operations / 1e6:.1f} million ({share:.2f} %)"
+            percentage = 100 * cost.operations / cost.multiply_adds
+            operations = f"{cost.operations / 1e6:.1f} million ({percentage:.2f} %)"
             rows.append([f"`{model}`", f"`{position}`", cell(cost.parameters), operations])
     return markdown_table(["model", "scheme", "parameters", "operations"], rows)
 
@@ -115,8 +115,10 @@ def fill(text: str, results: Sequence[Result]) -> str:
     def table(block: re.Match) -> str:
         name, *words = shlex.split(block[2])
         options = dict(word.split("=", 1) for word in words)
-        made = TABLES[name](**options) if name in TABLES else of_results(name, results, **options)
-        return f"{block[1]}{made}{block[3]}"
+        content = (
+            TABLES[name](**options) if name in TABLES else result_tables(name, results, **options)
+        )
+        return f"{block[1]}{content}{block[3]}"
 
     return BLOCK.sub(table, text)
 

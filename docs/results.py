@@ -21,15 +21,15 @@ def read_results(root: pathlib.Path = ROOT) -> list[Result]:
 
 def newest(results: Sequence[Result], benchmark: str, **settings: str) -> list[Result]:
     """The newest result of a benchmark for each platform (GPUs first) and all other settings."""
-    found: dict[str, Result] = {}
+    latest: dict[str, Result] = {}
     for result in results:
         if result["benchmark"] == benchmark and settings.items() <= result["settings"].items():
-            found.setdefault(str([result["machine"]["platform"], result["settings"]]), result)
-    return sorted(found.values(), key=lambda result: result["machine"]["platform"] != "gpu")
+            latest.setdefault(str([result["machine"]["platform"], result["settings"]]), result)
+    return sorted(latest.values(), key=lambda result: result["machine"]["platform"] != "gpu")
 
 
 def origin(result: Result) -> str:
     """Device, jax version, date and file of a result."""
     version, date = result["versions"]["jax"], result["date"][:10]
-    rest = "" if result.get("complete", True) else ", not complete"
-    return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`{rest}"
+    suffix = "" if result.get("complete", True) else ", not complete"
+    return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`{suffix}"

@@ -19,9 +19,9 @@ def scheme_options() -> str:
         if cls is Position:
             continue
         text = SECTION.split(inspect.getdoc(cls))[0]
-        listed = listing(options_in(cls))
+        bullets = listing(options_in(cls))
         sections.append(
-            "\n\n".join(filter(None, [f"### {name}", notation(name, cls), text, listed]))
+            "\n\n".join(filter(None, [f"### {name}", notation(name, cls), text, bullets]))
         )
     return "\n\n".join(sections) + "\n"
 
@@ -49,9 +49,9 @@ def options_in(cls: type) -> dict[str, str]:
     parts = SECTION.split(inspect.getdoc(cls))
     if len(parts) == 1:
         return {}
-    _, *found = OPTION.split("\n" + textwrap.dedent(parts[1]))
+    _, *fields = OPTION.split("\n" + textwrap.dedent(parts[1]))
     return {
-        name: " ".join(text.split()) for name, text in zip(found[::2], found[1::2], strict=True)
+        name: " ".join(text.split()) for name, text in zip(fields[::2], fields[1::2], strict=True)
     }
 
 

@@ -47,11 +47,11 @@ class Claim:
 
 def claims(name: str) -> Iterator[Claim]:
     """Yields the claims that the runs of a part can test."""
-    made = set(PARTS[name].models)
-    return (x for x in _of_papers(PARTS[name], name) if {x.better, x.worse} <= made)
+    models = set(PARTS[name].models)
+    return (x for x in _paper_claims(PARTS[name], name) if {x.better, x.worse} <= models)
 
 
-def _of_papers(part: Part, name: str) -> Iterator[Claim]:
+def _paper_claims(part: Part, name: str) -> Iterator[Claim]:
     """Yields all claims about the backbones of a part, also about models that it lacks."""
     smaller, larger = part.smaller, part.larger
     sides = (*smaller, None, *larger)
@@ -84,11 +84,11 @@ def _of_papers(part: Part, name: str) -> Iterator[Claim]:
 
 
 def accuracies(
-    found: Sequence[dict[str, Any]], backbone: str, position: str | None, resolution: int | None
+    runs: Sequence[dict[str, Any]], backbone: str, position: str | None, resolution: int | None
 ) -> dict[int, float]:
-    """Top-1 accuracy of a model in per cent, by seed; resolution=None is that of training."""
+    """Top-1 accuracy of a model in percent, by seed; None is the training resolution."""
     values = {}
-    for run in found:
+    for run in runs:
         if (run["backbone"], run["position"]) == (backbone, position):
             rows = run["eval"][:1]
             if resolution is not None:
@@ -117,10 +117,10 @@ class Verdict:
         return f"{self.difference:+.1f} ± {self.half_width:.1f}, {self.verdict}"
 
 
-def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int) -> Verdict | None:
+def judge(claim: Claim, runs: Sequence[dict[str, Any]], least: int) -> Verdict | None:
     """Judges a claim by the seeds that both models have; None for fewer than `least` seeds."""
-    better = accuracies(found, *claim.better, claim.resolution)
-    worse = accuracies(found, *claim.worse, claim.resolution)
+    better = accuracies(runs, *claim.better, claim.resolution)
+    worse = accuracies(runs, *claim.worse, claim.resolution)
     seeds = sorted(better.keys() & worse.keys())
     if len(seeds) < least:
         return None
@@ -149,37 +149,37 @@ def spread(values: Sequence[float], sign: str = "") -> str:
     return f"{mean:{sign}.1f}" + (f" ± {half:.1f}" if len(values) > 1 else "")
 
 
-def accuracy_table(models: Sequence[Model], found: Sequence[dict[str, Any]]) -> Table:
+def accuracy_table(models: Sequence[Model], runs: Sequence[dict[str, Any]]) -> Table:
     """Accuracies of the models that have runs, the most accurate first."""
-    others = sorted({row["resolution"][0] for run in found for row in run["eval"][1:]})
-    sizes = {run["backbone"]: run["eval"][0]["resolution"][0] for run in found}
-    trained = {model: list(accuracies(found, *model, None).values()) for model in models}
+    others = sorted({row["resolution"][0] for run in runs for row in run["eval"][1:]})
+    sizes = {run["backbone"]: run["eval"][0]["resolution"][0] for run in runs}
+    trained = {model: list(accuracies(runs, *model, None).values()) for model in models}
     done = [model for model in models if trained[model]]
     rows = []
     for model in sorted(done, key=lambda x: statistics.mean(trained[x]), reverse=True):
         backbone, position = model
-        at = [list(accuracies(found, *model, side).values()) for side in others]
+        by_side = [list(accuracies(runs, *model, side).values()) for side in others]
         names = [f"`{backbone}`", f"`{position}`" if position else "its own"]
         best = f"{spread(trained[model])} ({sizes[backbone]} px)"
-        cells = [spread(values) if values else "" for values in at]
+        cells = [spread(values) if values else "" for values in by_side]
         rows.append([*names, str(len(trained[model])), best, *cells])
     columns = ["backbone", "position", "seeds", "as trained", *(f"{side} px" for side in others)]
     note = "Top-1 accuracy (%), mean and 95 % interval over seeds."
     return {"columns": columns, "rows": rows, "note": note}
 
 
-def claims_table(part: str, found: Sequence[dict[str, Any]], seeds: int) -> Table:
-    """The verdict on every claim that a part can test, a row for those that differ in size only.
+def claims_table(part: str, runs: Sequence[dict[str, Any]], seeds: int) -> Table:
+    """Verdict on every claim that a part can test, one row for claims that differ only in size.
 
-    There is none before all seeds are there.
+    A claim has no verdict until all seeds have finished.
     """
     rows = []
-    alike = lambda claim: dataclasses.replace(claim, resolution=None)
-    for claim, group in itertools.groupby(claims(part), alike):
+    without_size = lambda claim: dataclasses.replace(claim, resolution=None)
+    for claim, group in itertools.groupby(claims(part), without_size):
         cells = []
-        for one in group:
-            side = f"{one.resolution} px" if one.resolution else "as trained"
-            cells.append(f"{side}: {judge(one, found, seeds) or 'not finished'}")
+        for variant in group:
+            side = f"{variant.resolution} px" if variant.resolution else "as trained"
+            cells.append(f"{side}: {judge(variant, runs, seeds) or 'not finished'}")
         rows.append([sides(claim), claim.source, "<br>".join(cells)])
     columns = ["claim", "source", "difference and verdict"]
     note = "Differences in points of top-1 accuracy, with 95 % intervals over seeds."

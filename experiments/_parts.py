@@ -71,8 +71,13 @@ class Part:
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Returns all runs in the order in which they start."""
-        at_once = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
-        return [Run(*model, own) for group in self.groups for own in at_once for model in group]
+        seed_groups = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
+        return [
+            Run(*model, run_seeds)
+            for group in self.groups
+            for run_seeds in seed_groups
+            for model in group
+        ]
 
     def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
         """Name of a run's workdir, which differs for other flags, seeds or parts."""
@@ -80,54 +85,55 @@ class Part:
         model = [run.backbone, run.position or "default", *map(str, run.seeds)]
         return "-".join([self.name, *model, *more])
 
-    def _recipe(self, **given: Any) -> str:
-        given["augment"] = self.augment
-        arguments = [f"{key}={value}" for key, value in given.items() if value is not None]
+    def _recipe(self, **options: Any) -> str:
+        options["augment"] = self.augment
+        arguments = [f"{key}={value}" for key, value in options.items() if value is not None]
         return f"{self.recipe}:{','.join(arguments)}"
 
     def commands(
         self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()
     ) -> list[list[str]]:
         """Returns the commands of a run, one after the other."""
-        given = {self.backbone: run.backbone, "position": run.position, "seed": run.seeds[0]}
+        options = {self.backbone: run.backbone, "position": run.position, "seed": run.seeds[0]}
         folder = workdir / self.folder(run, flags)
-        train = ["rope_jax.main", f"--config={self._recipe(path=images, **given)}"]
+        train = ["rope_jax.main", f"--config={self._recipe(path=images, **options)}"]
         train.append(f"--workdir={folder}")
         if self.together:
             train += ["--config.data.on_device=True", f"--config.seeds={len(run.seeds)}"]
-        found = [[*train, *flags]]
+        commands = [[*train, *flags]]
         if (run.backbone, run.position) in self.extended:
             extend = ["experiments", "extend", str(folder), f"--out={folder / 'extend.json'}"]
-            found.append([*extend, f"--images={RULE_IMAGES}"])
-        return [[sys.executable, "-m", *command] for command in found]
+            commands.append([*extend, f"--images={RULE_IMAGES}"])
+        return [[sys.executable, "-m", *command] for command in commands]
 
     def design(self, backbone: str) -> dict[str, Any]:
         """The model of a backbone, its batch size, and its settings that are not the default.
 
-        Those that differ between its runs, scheme and seed, are left out.
+        The settings that differ between its runs, scheme and seed, are left out.
 
         >>> PARTS["fashion"].design("vit")["batch_size"]
         48
         """
         config = resolve(load_recipe(self._recipe(**{self.backbone: backbone})))
-        found = {}
+        changed = {}
         for name, field in settings().items():
-            value, usual = (operator.attrgetter(name)(one) for one in (config, Config()))
+            read = operator.attrgetter(name)
+            value, default = read(config), read(Config())
             affects = not field.metadata["resumable"] or name == "eval.resolutions"
-            ours = affects and value != usual and name not in ("model.position", "seed")
-            if ours or name in ("model.name", "batch_size"):
-                found[name] = list(value) if isinstance(value, tuple) else value
-        return found
+            differs = affects and value != default and name not in ("model.position", "seed")
+            if differs or name in ("model.name", "batch_size"):
+                changed[name] = list(value) if isinstance(value, tuple) else value
+        return changed
 
 
-def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
+def to_pixels(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     """Returns an .npz file of pixels; decodes a file of concatenated JPEGs into one.
 
     A file of pixels has the arrays train_images uint8 [n, H, W, 3], train_labels, test_images and
     test_labels, and is returned unchanged.
 
-    A file of JPEGs has an array `body`, with image k from offsets[k] to offsets[k + 1], without the
-    bytes at its start that images have in common. These are in `header`, or in one of several
+    A file of JPEGs has an array `body`, with image k from offsets[k] to offsets[k + 1], without its
+    first bytes, which images have in common. These are in `header`, or in one of several
     pieces of it, from header_offsets[i] to header_offsets[i + 1] with i = header_id[k]. `split` is
     0 for training images and 1 for test images; without it, the first 50,000 are for training.
     `labels` are renumbered from 0 without gaps.
@@ -136,17 +142,17 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
         file: the file to read.
         path: the file to write.
     """
-    read = dict(np.load(file))
-    if "train_images" in read:
+    stored = dict(np.load(file))
+    if "train_images" in stored:
         return file
-    body, offsets, header = read["body"].tobytes(), read["offsets"], read["header"].tobytes()
-    starts = read.get("header_offsets", [0, len(header)])
-    which = read.get("header_id", np.zeros(len(offsets) - 1, int))
+    body, offsets, header = stored["body"].tobytes(), stored["offsets"], stored["header"].tobytes()
+    starts = stored.get("header_offsets", [0, len(header)])
+    header_ids = stored.get("header_id", np.zeros(len(offsets) - 1, int))
     headers = [header[start:end] for start, end in itertools.pairwise(starts)]
-    pieces = zip(which, itertools.pairwise(offsets), strict=True)
+    pieces = zip(header_ids, itertools.pairwise(offsets), strict=True)
     images = np.stack([data.decode_image(headers[i] + body[a:b]) for i, (a, b) in pieces])
-    labels = np.unique(read["labels"], return_inverse=True)[1].astype(np.int32)
-    split = read.get("split", np.arange(len(labels)) >= 50_000)
+    labels = np.unique(stored["labels"], return_inverse=True)[1].astype(np.int32)
+    split = stored.get("split", np.arange(len(labels)) >= 50_000)
     arrays = {}
     for number, name in enumerate(("train", "test")):
         arrays[f"{name}_images"] = images[split == number]
@@ -164,7 +170,7 @@ _CIFAR: list[Model] = [
 ]
 RULE_IMAGES = 2_000  # test images of the rules, which are evaluated at many sizes
 _LENGTHS = [f"axial_rope(k_rope={k})" for k in (1, 4, 8)]
-# Questions that few runs decide come first.
+# Questions that few runs can answer come first.
 _FASHION_GROUPS = [
     [("vit", "none"), ("vit", "rpb"), ("vit", FRACTIONS[1])],
     [("vit", position) for position in ("ape", "rope2d", "rope_mixed")],
@@ -178,7 +184,7 @@ PARTS = {
     "fashion": Part(
         "fashion_mnist",
         _FASHION_GROUPS,
-        lambda folder, _: folder,  # which recipes read
+        lambda folder, _: folder,  # the recipe reads the folder itself
         "fashion",
         seeds=(0, 1, 2, 3, 4),
         smaller=(16, 20, 24),
@@ -188,11 +194,11 @@ PARTS = {
             for position in ("rope2d", "rope_mixed", FRACTIONS[1], "rope_mixed+ape")
         ],
     ),
-    # Whether figure 4 of Heo et al. needs their random crops, which show objects of many sizes.
+    # Tests whether figure 4 of Heo et al. needs their random crops, with objects of many sizes.
     "fashion_crops": Part(
         "fashion_mnist",
         [[("vit", "ape"), ("vit", "rope2d")]],
-        lambda folder, _: folder,  # which recipes read
+        lambda folder, _: folder,  # the recipe reads the folder itself
         "fashion_crops",
         smaller=(16, 20, 24),
         larger=(32, 40, 48),
@@ -201,7 +207,7 @@ PARTS = {
     "cifar10": Part(
         "cct",
         [_CIFAR],
-        packed,
+        to_pixels,
         "cifar10",
         backbone="variant",
         seeds=(121, 122, 123),
@@ -215,7 +221,7 @@ PARTS = {
             [("vit", position) for position in SCHEMES]
             + [(backbone, position) for position in _STAGED for backbone in ("swin", "nat")]
         ],
-        packed,
+        to_pixels,
         "tiny_imagenet",
         together=True,
         smaller=(32, 48),

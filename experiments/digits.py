@@ -2,8 +2,8 @@
 
     python -m experiments digits --out experiments/results/digits_cpu.json
 
-Runs `rope_jax compare` with one seed; runs that are finished in the workdir are not repeated. Takes
-about ten minutes on two CPU cores.
+Runs `rope_jax compare` with one seed; finished runs in the workdir are not repeated. Takes about
+ten minutes on two CPU cores.
 """
 
 import json
@@ -29,13 +29,13 @@ def run(
         workdir: folder for the workdirs of the runs
         schemes: schemes to train
     """
-    asked = ["--config=digits", "--seeds=1", f"--positions={','.join(schemes)}"]
-    compare.main([*asked, f"--out={workdir}"])
+    arguments = ["--config=digits", "--seeds=1", f"--positions={','.join(schemes)}"]
+    compare.main([*arguments, f"--out={workdir}"])
     evaluated = [json.loads((workdir / x / "results.json").read_text())["eval"] for x in schemes]
     sizes = ["{}x{} px".format(*row["resolution"]) for row in evaluated[0]]
     rows = [
-        [f"`{position}`", *(f"{100 * row['top1']:.1f}" for row in of_scheme)]
-        for position, of_scheme in zip(schemes, evaluated, strict=True)
+        [f"`{position}`", *(f"{100 * row['top1']:.1f}" for row in scheme_rows)]
+        for position, scheme_rows in zip(schemes, evaluated, strict=True)
     ]
     count = evaluated[0][0]["count"]
     note = f"Top-1 accuracy (%) on {count} held-out digits; trained at {sizes[0]}, seed 0."

@@ -7,16 +7,16 @@
 
 The first trains small models on Fashion-MNIST, with the official files in FOLDER, one run per CPU
 core at a time; the second trains two of them on random crops. The other two need a GPU: runs follow
-each other, with the images on the device and all seeds of a scheme in one run; `packed` in
+each other, with the images on the device and all seeds of a scheme in one run; `to_pixels` in
 `_parts.py` describes FILE.npz. Each run is an ordinary `rope_jax.main` command with a recipe from
 `configs/`; models with rotary embeddings may then be evaluated with every rule of the experiment
 `extend`.
 
 The file of --out has all results. Runs that it holds are not repeated, here or on another machine.
-A file with other settings, or with seeds that are not asked for, is an error. `--minutes 50` ends a
-call after fifty minutes, and the same command continues, with the runs that were interrupted if
-their workdirs are there. What counts as shown is in `_claims.py`. Arguments after `--` are passed
-to all runs, which then have separate workdirs: `... -- --config.epochs=0.1`.
+A file with other settings, or with seeds that are not requested, is an error. `--minutes 50` ends a
+call after fifty minutes, and the same command continues; interrupted runs resume if their workdirs
+still exist. `_claims.py` defines what counts as shown. Arguments after `--` are passed to all runs,
+which then have separate workdirs: `... -- --config.epochs=0.1`.
 """
 
 import json
@@ -36,7 +36,7 @@ from experiments.extend import rules_table
 from rope_jax.names.text import markdown_table
 
 # backbone, position, seed, eval: rows of results.json, and rules: rows of `extend`, if any.
-Found = dict[str, Any]
+SeedResult = dict[str, Any]
 
 
 def start(command: list[str], core: int | None) -> subprocess.Popen:
@@ -92,37 +92,39 @@ def train(
     return failed
 
 
-def collect(run: Run, workdir: pathlib.Path, extended: bool = False) -> list[Found]:
+def collect(run: Run, workdir: pathlib.Path, extended: bool = False) -> list[SeedResult]:
     """Returns the accuracies of each seed of a run; none if the run is not finished.
 
     Args:
         run: the run.
-        workdir: its own.
-        extended: whether it has an evaluation with the rules of `extend`, too.
+        workdir: its workdir.
+        extended: True for a run that is also evaluated with the rules of `extend`.
     """
     results, rules = workdir / "results.json", workdir / "extend.json"
     if not results.exists() or (extended and not rules.exists()):
         return []
-    ruled = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
-    if not ruled["complete"]:
+    rule_results = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
+    if not rule_results["complete"]:
         return []
-    rows, found = json.loads(results.read_text())["eval"], []
+    rows, seed_results = json.loads(results.read_text())["eval"], []
     for seed in run.seeds:
-        one = {"backbone": run.backbone, "position": run.position, "seed": seed}
-        one["eval"] = _of_seed(rows, seed, ("resolution", "top1", "count"))
+        result = {"backbone": run.backbone, "position": run.position, "seed": seed}
+        result["eval"] = _seed_rows(rows, seed, ("resolution", "top1", "count"))
         if extended:
-            one["rules"] = _of_seed(ruled["rows"], seed, ("rule", "resolution", "score", "count"))
-        found.append(one)
-    return found
+            result["rules"] = _seed_rows(
+                rule_results["rows"], seed, ("rule", "resolution", "score", "count")
+            )
+        seed_results.append(result)
+    return seed_results
 
 
-def _of_seed(rows: Sequence[dict[str, Any]], seed: int, keys: Sequence[str]) -> list[dict]:
-    """The rows of a seed, which have it if there are several, with these keys."""
-    own = [row for row in rows if row.get("seed", seed) == seed]
-    return [{key: row[key] for key in keys} for row in own]
+def _seed_rows(rows: Sequence[dict[str, Any]], seed: int, keys: Sequence[str]) -> list[dict]:
+    """Rows of a seed, with these keys; rows name their seed only if there are several."""
+    seed_rows = [row for row in rows if row.get("seed", seed) == seed]
+    return [{key: row[key] for key in keys} for row in seed_rows]
 
 
-def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
+def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[SeedResult]:
     """Returns the runs in the file of an earlier call.
 
     Raises:
@@ -131,26 +133,30 @@ def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
     if out is None or not out.exists():
         return []
     result = json.loads(out.read_text())
-    before = result["settings"]
-    if set(before.get("seeds", [])) - set(settings["seeds"]) or any(
-        before.get(name) != value for name, value in settings.items() if name != "seeds"
+    stored = result["settings"]
+    if set(stored.get("seeds", [])) - set(settings["seeds"]) or any(
+        stored.get(name) != value for name, value in settings.items() if name != "seeds"
     ):
         raise SystemExit(f"{out} holds runs with other settings: use another file")
     return result["runs"]
 
 
-def is_finished(run: Run, found: Sequence[Found]) -> bool:
-    """Whether the results of all seeds of a run are there."""
-    there = {(one["backbone"], one["position"], one["seed"]) for one in found}
-    return {(run.backbone, run.position, seed) for seed in run.seeds} <= there
+def is_finished(run: Run, results: Sequence[SeedResult]) -> bool:
+    """Checks whether all seeds of a run have results."""
+    finished = {(result["backbone"], result["position"], result["seed"]) for result in results}
+    return {(run.backbone, run.position, seed) for seed in run.seeds} <= finished
 
 
-def tables(name: str, found: Sequence[Found], seeds: int) -> list[Table]:
-    """Accuracies, verdicts on the claims, and what rules for other sizes do, if any was tried."""
-    made = [accuracy_table(PARTS[name].models, found), claims_table(name, found, seeds)]
-    about = lambda one: {"model": one["backbone"], "position": one["position"], "run": one["seed"]}
-    rules = [about(one) | row for one in found for row in one.get("rules", [])]
-    return [*made, rules_table(rules)] if rules else made
+def tables(name: str, results: Sequence[SeedResult], seeds: int) -> list[Table]:
+    """Accuracies, verdicts on the claims, and effects of rules for other sizes, if evaluated."""
+    output = [accuracy_table(PARTS[name].models, results), claims_table(name, results, seeds)]
+    identity = lambda result: {
+        "model": result["backbone"],
+        "position": result["position"],
+        "run": result["seed"],
+    }
+    rules = [identity(result) | row for result in results for row in result.get("rules", [])]
+    return [*output, rules_table(rules)] if rules else output
 
 
 def run(
@@ -186,22 +192,22 @@ def run(
     designs = {backbone: part.design(backbone) for backbone, _ in part.models}
     settings = {"part": name, "flags": list(flags), "data": data.name, "designs": designs}
     settings["seeds"] = seeds
-    runs, found = part.runs(seeds), earlier(out, json.loads(json.dumps(settings)))
+    runs, results = part.runs(seeds), earlier(out, json.loads(json.dumps(settings)))
 
     def collect_all() -> None:
         for run in runs:
-            if not is_finished(run, found):
+            if not is_finished(run, results):
                 folder = workdir / part.folder(run, flags)
                 new = collect(run, folder, (run.backbone, run.position) in part.extended)
-                found.extend(one for one in new if one not in found)
-        complete = all(is_finished(run, found) for run in runs)
+                results.extend(result for result in new if result not in results)
+        complete = all(is_finished(run, results) for run in runs)
         cores = len(os.sched_getaffinity(0))
         keep(
             settings=settings,
             cores=cores,
             complete=complete,
-            runs=found,
-            tables=tables(name, found, len(seeds)),
+            runs=results,
+            tables=tables(name, results, len(seeds)),
         )
 
     images = workdir / f"{part.name}.npz"
@@ -210,14 +216,14 @@ def run(
     commands = {
         part.folder(run, flags): part.commands(run, images, workdir, flags)
         for run in runs
-        if not is_finished(run, found) and (backbones is None or run.backbone in backbones)
+        if not is_finished(run, results) and (backbones is None or run.backbone in backbones)
     }
     cores = [None] if part.together else sorted(os.sched_getaffinity(0))
     failed = train(commands, cores, minutes, collect_all)
     collect_all()
-    verdicts = claims_table(name, found, len(seeds))
+    verdicts = claims_table(name, results, len(seeds))
     print(markdown_table(verdicts["columns"], verdicts["rows"]))
-    done = sum(is_finished(run, found) for run in runs)
+    done = sum(is_finished(run, results) for run in runs)
     more = "" if done == len(runs) else "; run the same command again to continue"
     print(f"{done} of {len(runs)} runs are finished{more}")
     if failed:

@@ -1,10 +1,10 @@
-"""Trained models at half to three times their size, with each rule for rotary embeddings.
+"""Trained models at half to three times their training size, with each rule for rotary embeddings.
 
     python -m experiments extend runs/evidence/fashion-vit-* --out FILE.json
 
-The rules are those of `rope_jax.positions.extension`, whatever the options of the scheme, which
-must rotate. Each workdir of the command line is evaluated on its own test split, or on the first
-images of it (`--images 2000`). Rows in the file of --out are not evaluated again: the same command
+The rules are those of `rope_jax.positions.extension`; they replace the options of the scheme, which
+must be rotary. Each workdir of the command line is evaluated on its own test split, or on its first
+images (`--images 2000`). Rows in the file of --out are not evaluated again: the same command
 continues one that was interrupted.
 Differences from "none" are computed per seed; intervals are 95 % (Student's t). The experiment
 `evidence` does this at the end of its runs; the documentation shows the rows in its result.
@@ -32,8 +32,8 @@ from rope_jax.positions.extension import Extension
 from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
-from rope_jax.system.sharding import make_mesh, replicated
-from rope_jax.tasks import task_of
+from rope_jax.system.sharding import make_mesh, replicate
+from rope_jax.tasks import find_task
 from rope_jax.tasks.dense import side_multiple
 from rope_jax.training.setup import load_split
 
@@ -53,19 +53,19 @@ Row = dict[str, Any]  # run, step, seed, model, position, rule, resolution, scor
 
 
 def sizes(model: nnx.Module, scales: Sequence[float]) -> list[Size]:
-    """The image sizes next to multiples of that of training, among those that the model takes."""
+    """The image sizes closest to multiples of the training size that the model accepts."""
     least = side_multiple(model.grids)
-    found = [
+    candidates = [
         tuple(max(1, round(side * scale / least)) * least for side in model.trained_size)
         for scale in scales
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(candidates))
 
 
-def whole(rule: str) -> str:
-    """A rule with all its options, which replace those of the scheme.
+def spell_out(rule: str) -> str:
+    """Writes a rule with all its options, which replace those of the scheme.
 
-    >>> whole("yarn(beta=4)")
+    >>> spell_out("yarn(beta=4)")
     'yarn(log_scale=False,alpha=1.0,beta=4)'
     """
     (call,) = parse(rule, "rules")
@@ -74,24 +74,26 @@ def whole(rule: str) -> str:
     return str(Call(call.name, options=tuple(options.items())))
 
 
-def rows_of(
+def evaluate_run(
     run: pathlib.Path,
     seed: int,
     rules: Sequence[str],
     scales: Sequence[float],
     count: int | None,
-    found: list[Row],
+    done: list[Row],
 ) -> Iterator[Row]:
-    """Evaluates one model: the rows that are not in `found`, one after the other."""
+    """Evaluates one model: yields the rows that are not in `done`."""
     model, config, step = read_checkpoint(str(run), seed=seed)
-    about = {"run": str(run), "step": step, "seed": seed}
-    about |= {"model": model.name, "position": model.notation}
+    identity = {"run": str(run), "step": step, "seed": seed}
+    identity |= {"model": model.name, "position": model.notation}
     for size in sizes(model, scales):
-        alike = size == tuple(model.trained_size)  # where all rules are the same
+        trained = size == tuple(model.trained_size)  # where all rules are the same
         rows = [
-            about | {"rule": x, "resolution": list(size)} for x in rules if x == "none" or not alike
+            identity | {"rule": x, "resolution": list(size)}
+            for x in rules
+            if x == "none" or not trained
         ]
-        todo = [row for row in rows if not any(row.items() <= other.items() for other in found)]
+        todo = [row for row in rows if not any(row.items() <= other.items() for other in done)]
         images = first_images(load_split(config, "test", size), count) if todo else None
         for row in todo:
             yield row | score(model, config, images, row["rule"])
@@ -107,14 +109,14 @@ def first_images(images: Images | Streamed, count: int | None) -> Images | Strea
 
 
 def score(model: nnx.Module, config: Config, images: Any, rule: str) -> Row:
-    """The main score of a model on images with a rule, a fraction, and the number of images."""
+    """Main score (a fraction) of a model on images with a rule, and the number of images."""
     windows = config.eval.scale_windows
     mesh = make_mesh()
     graph, *weights = nnx.split(model)
     evaluator = Evaluator(
-        at_any_resolution(graph, mesh, scale_windows=windows, extend=whole(rule)),
-        jax.device_put(weights, replicated(mesh)),
-        task_of(model),
+        at_any_resolution(graph, mesh, scale_windows=windows, extend=spell_out(rule)),
+        jax.device_put(weights, replicate(mesh)),
+        find_task(model),
         mean=config.data.mean,
         std=config.data.std,
         batch_size=config.eval.batch_size,
@@ -136,10 +138,10 @@ def rules_table(rows: Sequence[Row]) -> Table:
     for model, position, rule in dict.fromkeys(key[:3] for key in scores):
         cells = []
         for size in at:
-            found, base = (scores[model, position, x, size] for x in (rule, "none"))
+            with_rule, base = (scores[model, position, x, size] for x in (rule, "none"))
             if rule == "none":
                 cells.append(spread(list(base.values())))
-            elif values := [found[key] - base[key] for key in found if key in base]:
+            elif values := [with_rule[key] - base[key] for key in with_rule if key in base]:
                 mean, half = student(values)
                 text = spread(values, "+")
                 cells.append(f"**{text}**" if mean > half else text)
@@ -178,16 +180,16 @@ def run(
         raise SystemExit("name the workdirs of runs, and rules with none among them")
     keep_compiled()
     settings = {"rules": rules, "scales": scales, "images": images}
-    found = earlier_result(out, "extend", settings).get("rows", [])
+    rows = earlier_result(out, "extend", settings).get("rows", [])
     paths = {folder: folder / "config.json" for folder in runs}
     configs = {folder: resolve_stored(read_json(path), path) for folder, path in paths.items()}
     for workdir, seed in [(x, seed) for x, config in configs.items() for seed in config.all_seeds]:
-        for row in rows_of(workdir, seed, rules, scales, images, found):
-            found.append(row)
-            keep(settings=settings, rows=found, complete=False, tables=[rules_table(found)])
+        for row in evaluate_run(workdir, seed, rules, scales, images, rows):
+            rows.append(row)
+            keep(settings=settings, rows=rows, complete=False, tables=[rules_table(rows)])
             side = "x".join(map(str, row["resolution"]))
-            told = f"{row['position']} (seed {seed}), {side} px, {row['rule']}"
-            print(f"{told}: {row['score']:.1%}", flush=True)
-    table = rules_table(found)
-    keep(settings=settings, rows=found, complete=True, tables=[table])
+            label = f"{row['position']} (seed {seed}), {side} px, {row['rule']}"
+            print(f"{label}: {row['score']:.1%}", flush=True)
+    table = rules_table(rows)
+    keep(settings=settings, rows=rows, complete=True, tables=[table])
     print(markdown_table(table["columns"], table["rows"]))

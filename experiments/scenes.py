@@ -39,13 +39,15 @@ def scores(runs: Sequence[Run], position: str) -> dict[int, dict[Size, float]]:
 
 
 def differences(runs: Sequence[Run], position: str) -> list[list[float]]:
-    """A scheme's mIoU less that of APE in points, by size and seed.
+    """A scheme's mIoU minus that of APE in points, by size and seed.
 
     The last row is "more so at larger sizes": the mean difference at sizes with more pixels than in
-    training, less that at the training size.
+    training, minus the difference at the training size.
     """
-    own, base = scores(runs, position), scores(runs, BASE)
-    by_seed = [{size: own[s][size] - base[s][size] for size in own[s]} for s in own if s in base]
+    scheme, base = scores(runs, position), scores(runs, BASE)
+    by_seed = [
+        {size: scheme[s][size] - base[s][size] for size in scheme[s]} for s in scheme if s in base
+    ]
     trained, *others = by_seed[0]
     larger = [size for size in others if math.prod(size) > math.prod(trained)]
     more = [statistics.mean(d[size] for size in larger) - d[trained] for d in by_seed]
@@ -53,7 +55,7 @@ def differences(runs: Sequence[Run], position: str) -> list[list[float]]:
 
 
 def verdict(values: Sequence[float]) -> str:
-    """Formats differences and what their interval says; one seed has none."""
+    """Formats differences and the verdict of their interval; a single seed has none."""
     mean, half = student(values)
     word = "above" if mean > half else "below" if mean < -half else "not shown"
     return f"{spread(values, '+')}, {word}"
@@ -61,21 +63,24 @@ def verdict(values: Sequence[float]) -> str:
 
 def tables(runs: Sequence[Run], schemes: Sequence[str]) -> list[Table]:
     """mIoU by scheme and size, and differences from APE."""
-    found = {position: list(scores(runs, position).values()) for position in schemes}
-    sizes = list(found[schemes[0]][0])
+    by_position = {position: list(scores(runs, position).values()) for position in schemes}
+    sizes = list(by_position[schemes[0]][0])
     means = [
-        [f"`{position}`", *(spread([one[size] for one in by_seed]) for size in sizes)]
-        for position, by_seed in found.items()
+        [
+            f"`{position}`",
+            *(spread([seed_scores[size] for seed_scores in by_seed]) for size in sizes),
+        ]
+        for position, by_seed in by_position.items()
     ]
     gains = [
         [f"`{position}`", *map(verdict, differences(runs, position))]
-        for position in found
+        for position in by_position
         if position != BASE
     ]
-    named = ["{}x{} px".format(*size) for size in sizes]
+    size_columns = ["{}x{} px".format(*size) for size in sizes]
     note = "mIoU (%) on 200 test scenes, mean and 95 % interval over seeds; trained at the first "
     note += f"size. Differences from `{BASE}`, in points:"
-    columns = ["position", *named]
+    columns = ["position", *size_columns]
     return [
         {"columns": columns, "rows": means, "note": note},
         {"columns": [*columns, "more so at larger sizes"], "rows": gains},
@@ -98,21 +103,21 @@ def run(
         schemes: schemes to train
         seeds: number of seeds of each scheme
     """
-    asked = ["--config=scenes", f"--positions={','.join(schemes)}", f"--seeds={seeds}"]
-    compare.main([*asked, f"--out={workdir}", *flags])
+    arguments = ["--config=scenes", f"--positions={','.join(schemes)}", f"--seeds={seeds}"]
+    compare.main([*arguments, f"--out={workdir}", *flags])
     folders = sorted(path.parent for path in workdir.glob("*/results.json"))
     names = ("resolution", "miou", "accuracy", "count")
     runs = [
         {
-            "position": one.config.model.position,
-            "seed": one.config.seed,
-            "eval": [{name: row[name] for name in names} for row in one.rows],
+            "position": result.config.model.position,
+            "seed": result.config.seed,
+            "eval": [{name: row[name] for name in names} for row in result.rows],
         }
         for folder in folders
-        for one in read_runs(folder)
-        if one.config.model.position in schemes
+        for result in read_runs(folder)
+        if result.config.model.position in schemes
     ]
-    made = tables(runs, schemes)
-    keep(cores=len(os.sched_getaffinity(0)), runs=runs, tables=made)
-    for table in made:
+    result_tables = tables(runs, schemes)
+    keep(cores=len(os.sched_getaffinity(0)), runs=runs, tables=result_tables)
+    for table in result_tables:
         print(markdown_table(table["columns"], table["rows"]))

@@ -12,7 +12,7 @@ import sys
 from rope_jax import __version__
 from rope_jax.system.streams import keep_going_unread
 
-# Command -> module of `rope_jax.commands`, its function, which reads `sys.argv`, and what it does.
+# Command -> module of `rope_jax.commands`, function that reads `sys.argv`, description.
 COMMANDS = {
     "train": ("train", "command", "train a recipe, resume it, and evaluate it"),
     "evaluate": ("evaluate", "main", "accuracy of a model at any resolution"),
@@ -49,18 +49,18 @@ def main() -> None:
     group = words[0] if words and words[0] not in _HELP else ""
     inside = {name: entry for name, entry in COMMANDS.items() if name.startswith(f"{group} ")}
     if group and (not inside or words[1:2] not in ([], ["-h"], ["--help"])):
-        print(f"rope_jax: {_unknown(words, inside or COMMANDS)}", file=sys.stderr)
+        print(f"rope_jax: {_unknown_command(words, inside or COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     print("usage: rope_jax COMMAND [SETTINGS | --help]\n\ncommands:")
     for name, (_, _, text) in (inside or COMMANDS).items():
         print(f"  {name:<14}{text}")
 
 
-def _unknown(words: list[str], known: dict) -> str:
+def _unknown_command(words: list[str], commands: dict) -> str:
     from rope_jax.names.text import closest
 
-    given = " ".join(words[: 1 + (known is not COMMANDS)])
-    return f"{given!r} is not a command; {closest(given, known)}"
+    command = " ".join(words[: 1 + (commands is not COMMANDS)])
+    return f"{command!r} is not a command; {closest(command, commands)}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The analyses of a model and of schemes: each draws its pictures, and returns its figures.
 
-Those of OF_MODEL take a loaded model, those of OF_SCHEMES take none; all take the folder of their
-pictures. Keyword-only parameters are the options of `python -m rope_jax.analysis`.
+Functions in OF_MODEL take a loaded model, functions in OF_SCHEMES do not; all take the folder for
+their pictures. Keyword-only parameters are the options of `python -m rope_jax.analysis`.
 """
 
 import dataclasses
@@ -60,13 +60,13 @@ def attention(
         count: number of images
         batch_size: images in a step
     """
-    read = image_batches(loaded, images, resolution, count, batch_size)
-    found = attention_statistics(loaded.model, (batch for _, batch in read))
+    batches = image_batches(loaded, images, resolution, count, batch_size)
+    statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
     labels = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
     for name, label in labels.items():
         path = out / f"attention_{name}.png"
-        plots.values_by_layer(getattr(found, name), path, label=label, title=loaded.title)
-    return dataclasses.asdict(found)
+        plots.values_by_layer(getattr(statistics, name), path, label=label, title=loaded.title)
+    return dataclasses.asdict(statistics)
 
 
 def maps(
@@ -133,7 +133,7 @@ def correlation(
     Args:
         loaded: the model.
         out: folder to write to.
-        token: its index; default: the centre (upper left of the middle four on an even map)
+        token: its index; default: the centre (on an even map, the upper left of the middle four)
     """
     grid = loaded.model.grids(loaded.image_size)[0]
     token = middle_token(grid) if token is None else token
@@ -163,7 +163,7 @@ def decay(loaded: LoadedModel, out: pathlib.Path) -> Results:
     return {"distances": distances, "score": score, "bound": bound}
 
 
-def learned(loaded: LoadedModel, out: pathlib.Path, *, stage: Count = 1) -> Results:
+def learned_frequencies(loaded: LoadedModel, out: pathlib.Path, *, stage: Count = 1) -> Results:
     """Learned frequencies before and after training, in radians per token.
 
     Args:
@@ -196,10 +196,10 @@ def angles(
         widths: head dimensions
         heads: heads of Axial RoPE
     """
-    found = {}
+    all_curves = {}
     for width in widths:
         curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
-        found |= {f"{name}, d={width}": curve for name, curve in curves.items()}
+        all_curves |= {f"{name}, d={width}": curve for name, curve in curves.items()}
         plots.lines(
             {READINGS[name][1]: (np.arange(width), curve) for name, curve in curves.items()},
             out / f"angles_{width}.png",
@@ -208,7 +208,7 @@ def angles(
             title=f"2-D RoPE and the readings of Axial RoPE ({heads} heads), {width} dimensions",
             yscale="log",
         )
-    return found
+    return all_curves
 
 
 def costs(
@@ -241,7 +241,7 @@ OF_MODEL = {
     "fourier": fourier,
     "correlation": correlation,
     "decay": decay,
-    "learned": learned,
+    "learned": learned_frequencies,
 }
 OF_SCHEMES = {"angles": angles, "costs": costs}
 
@@ -253,7 +253,7 @@ def keep(name: str, out: pathlib.Path, results: Results) -> None:
 
 
 def analyse_model(name: str, loaded: LoadedModel, out: pathlib.Path, **options: Any) -> None:
-    """Runs the analysis of a model that OF_MODEL has by this name, and keeps its figures.
+    """Runs the analysis with this name in OF_MODEL, and writes its figures.
 
     Raises:
         ValueError: it is not defined for this model or its scheme.
@@ -276,7 +276,7 @@ def image_batches(
     """Batches of `images` or of the run's test split, `count` images in total.
 
     Yields:
-        The images, and the normalised ones.
+        The images, before and after normalisation.
     """
     size = image_pair(resolution) if resolution else loaded.image_size
     if images is not None:
@@ -287,14 +287,14 @@ def image_batches(
         raise ConfigError(
             "--images is missing: pass a file or a folder (only a WORKDIR has a test split)"
         )
-    left, preprocessing = count, loaded.preprocessing
+    remaining, preprocessing = count, loaded.preprocessing
     with data.evaluation_batches(source, batch_size=batch_size) as batches:
         for batch in batches:
-            pixels = batch["image"][batch["mask"]][:left]
+            pixels = batch["image"][batch["mask"]][:remaining]
             yield pixels, normalise(jnp.asarray(pixels), preprocessing.mean, preprocessing.std)
-            left -= len(pixels)
-            print(f"{count - left:,} images", file=sys.stderr)
-            if left <= 0:
+            remaining -= len(pixels)
+            print(f"{count - remaining:,} images", file=sys.stderr)
+            if remaining <= 0:
                 return
 
 

@@ -106,8 +106,8 @@ def attention_statistics(
 
     >>> import jax.numpy as jnp, rope_jax
     >>> model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
-    >>> found = attention_statistics(model, [jnp.zeros((1, 8, 8, 3))])
-    >>> found.grids, found.entropy[0].shape
+    >>> statistics = attention_statistics(model, [jnp.zeros((1, 8, 8, 3))])
+    >>> statistics.grids, statistics.entropy[0].shape
     ([(4, 4)], (2,))
 
     Args:
@@ -118,11 +118,11 @@ def attention_statistics(
         ValueError: if the model's attention has no softmax.
     """
     measure = _layer_function(model, row_statistics)
-    found, images = [], 0
+    results, images = [], 0
     for batch in batches:
-        found.append(jax.tree.map(lambda x: np.asarray(x, np.float64), measure(batch)))
+        results.append(jax.tree.map(lambda x: np.asarray(x, np.float64), measure(batch)))
         images += len(batch)
-    sums = jax.tree.map(lambda *parts: sum(parts), *found)
+    sums = jax.tree.map(lambda *parts: sum(parts), *results)
     distance, entropy = ([layer[i] / images for layer in sums] for i in range(2))
     stages = model.positions(batch.shape[1:3])
     grids = [grid for position, grid in stages for _ in range(position.stage.depth)]
@@ -216,17 +216,17 @@ def _layer_function(
 
     @jax.jit
     def run(state: Any, images: Array) -> list[Any]:
-        probed, found = nnx.merge(graph, state), []
+        probed, values = nnx.merge(graph, state), []
 
         def note(layer: AttentionLayer) -> None:
-            found.append(read(layer))
+            values.append(read(layer))
 
         for stage in probed.parts().values():
             stage.blocks = list_blocks(stage.blocks, stage.position.stage.depth)
             # Values cannot be collected from inside a scan.
             stage.position = _Probed(stage.position, note)
         probed(images)
-        return found
+        return values
 
     return functools.partial(run, state)
 
@@ -274,12 +274,12 @@ class _Probed(Position):
             # A scheme may also convolve the values, and may call attention once per image. So the
             # scheme receives zeros, attention receives `values`, and the output for zeros is
             # subtracted.
-            def replaced(q: Array, k: Array, v: Array, *bias: Array) -> Array:
+            def attend_with_values(q: Array, k: Array, v: Array, *bias: Array) -> Array:
                 more = v.shape[-1] - values.shape[-1]  # channels that the scheme appended
                 padded = jnp.pad(values[: len(v)], [*[(0, 0)] * (v.ndim - 1), (0, more)])
                 return attend(q, k, padded, *bias)
 
-            out = transform(q, k, zeros, replaced)
+            out = transform(q, k, zeros, attend_with_values)
             return out if inner is None else out - transform(q, k, zeros, attend)
 
         self.note(AttentionLayer(attend_to, q.shape, grid, self.stage.prefix, q.dtype))

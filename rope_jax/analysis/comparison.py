@@ -6,7 +6,7 @@ import numpy as np
 
 from rope_jax.analysis.intervals import Estimate, newcombe, student, wilson
 from rope_jax.analysis.runs import Groups, Size, rows_by_size
-from rope_jax.evaluate.results import SHARES, Row, main_score
+from rope_jax.evaluate.results import FRACTIONS, Row, main_score
 from rope_jax.names.text import size_text
 
 Estimates = Mapping[str, Mapping[Size, Estimate]]  # by group and resolution
@@ -29,7 +29,7 @@ def score(rows: Sequence[Row]) -> Estimate:
     name = main_score(rows[0])
     mean, half = student([row[name] for row in rows])
     low, high = mean - half, mean + half
-    if len(rows) == 1 and name in SHARES:
+    if len(rows) == 1 and name in FRACTIONS:
         low, high = wilson(mean, rows[0]["count"])
     return Estimate(mean, *np.clip((low, high), 0, 1))
 
@@ -40,7 +40,7 @@ def paired_differences(groups: Groups) -> Estimates:
     Runs of equal seeds are compared: they share the order of the images, their augmentation and the
     initial weights of all that is not positional. With several seeds the interval is Student's over
     these differences; with one, Newcombe's over images, which treats the two runs as independent,
-    or none for scores that are no shares of images.
+    or none for scores that are not fractions of images.
 
     Args:
         groups: from `group_runs`.
@@ -49,9 +49,11 @@ def paired_differences(groups: Groups) -> Estimates:
     base, differences = rows_by_size(groups[first]), {}
     for name in others:
         rows = rows_by_size(groups[name])
-        for size, of_base in base.items():
-            own = rows.get(size, {})
-            pairs = [(own[seed], row) for seed, row in of_base.items() if seed in own]
+        for size, base_rows in base.items():
+            group_rows = rows.get(size, {})
+            pairs = [
+                (group_rows[seed], row) for seed, row in base_rows.items() if seed in group_rows
+            ]
             if pairs:
                 differences.setdefault(name, {})[size] = _difference(pairs)
     return differences
@@ -62,7 +64,7 @@ def _difference(pairs: Sequence[tuple[Row, Row]]) -> Estimate:
     name = main_score(row)
     mean, half = student([row[name] - base[name] for row, base in pairs])
     low, high = mean - half, mean + half
-    if len(pairs) == 1 and name in SHARES:
+    if len(pairs) == 1 and name in FRACTIONS:
         low, high = newcombe(row[name], row["count"], base[name], base["count"])
     return Estimate(mean, low, high)
 
@@ -75,9 +77,9 @@ def table_by_size(
     >>> table_by_size({"ape": {(8, 8): Estimate(0.031, 0.002, 0.06)}}, Estimate.text)
     (['position', '8x8'], [['ape', '3.1 [0.2, 6.0]']])
     """
-    sizes = dict.fromkeys(size for own in estimates.values() for size in own)
+    sizes = dict.fromkeys(size for by_size in estimates.values() for size in by_size)
     rows = [
-        [name, *(cell(own[size]) if size in own else "-" for size in sizes)]
-        for name, own in estimates.items()
+        [name, *(cell(by_size[size]) if size in by_size else "-" for size in sizes)]
+        for name, by_size in estimates.items()
     ]
     return ["position", *map(size_text, sizes)], rows

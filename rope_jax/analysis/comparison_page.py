@@ -1,6 +1,6 @@
 """The page that compares finished runs: tables and pictures of their scores, and their differences.
 
-Runs that differ only in their seed share a row, with the mean and its 95 % confidence interval; so
+Runs that differ only in their seed share a row, with the mean and its 95 % confidence interval, as
 do the seeds of one workdir.
 """
 
@@ -27,12 +27,12 @@ from rope_jax.analysis.runs import Groups, RunResults
 from rope_jax.config import ConfigError, differences, in_one_line
 from rope_jax.evaluate.curves import accuracy_against_resolution, available
 from rope_jax.evaluate.results import (
-    SHARES,
+    FRACTIONS,
     class_names,
     class_score,
     main_score,
     score_name,
-    titles_of,
+    score_titles,
 )
 from rope_jax.names.text import format_table, size_text
 from rope_jax.runs.loading import load_run
@@ -54,40 +54,42 @@ def _all_runs(groups: Groups) -> list[RunResults]:
     return [run for group in groups.values() for run in group]
 
 
-def _drawn(
-    caption: str, path: pathlib.Path, draw: Callable[..., Any], *given: Any, **options: Any
+def _draw_picture(
+    caption: str, path: pathlib.Path, draw: Callable[..., Any], *arguments: Any, **options: Any
 ) -> list[str]:
-    """The picture that a function of `plots` draws; none without matplotlib."""
+    """Draws a picture by a function of `plots`; none without matplotlib."""
     if not available():
         return []
-    draw(*given, path, **options)
+    draw(*arguments, path, **options)
     return [picture(path, caption)]
 
 
-def _accuracy(groups: Groups, found: Estimates, out: pathlib.Path) -> list[str]:
+def _accuracy(groups: Groups, estimates: Estimates, out: pathlib.Path) -> list[str]:
     """Table and picture of accuracy at each resolution."""
     first = _all_runs(groups)[0].rows[0]
-    what, name = score_name(first), main_score(first)
+    label, name = score_name(first), main_score(first)
     over_images = ", Wilson's over images for a single run"
-    alone = over_images if name in SHARES else "; a single run has none"
+    alone = over_images if name in FRACTIONS else "; a single run has none"
     text = (
-        f"{_sentence(what)} in percent ({first['dataset']} {first['split']}, "
+        f"{_sentence(label)} in percent ({first['dataset']} {first['split']}, "
         f"{first['count']:,} images). The first size is that of training. Of several "
-        f"evaluation crops the first counts; the others are below. Intervals are of 95 %: "
+        f"evaluation crops the first counts; the others are below. Intervals are 95 %: "
         f"Student's t over runs with several seeds{alone}."
     )
-    (position, *sizes), rows = table_by_size(found, Estimate.text)
+    (position, *sizes), rows = table_by_size(estimates, Estimate.text)
     rows = [[group, str(len(groups[group])), *cells] for group, *cells in rows]
     means = {
-        group: [first | {"resolution": size, name: one.mean} for size, one in own.items()]
-        for group, own in found.items()
+        group: [
+            first | {"resolution": size, name: estimate.mean} for size, estimate in by_size.items()
+        ]
+        for group, by_size in estimates.items()
     }
-    caption = f"{what} over test resolution, a line per scheme, training resolution in grey"
+    caption = f"{label} over test resolution, a line per scheme, training resolution in grey"
     return [
         paragraph(text),
-        *(paragraph(f"Not alike: {note}") for note in unlike(groups)),
+        *(paragraph(f"Other differences: {note}") for note in unlike(groups)),
         table([position, "seeds", *sizes], rows),
-        *_drawn(caption, out / "comparison.png", accuracy_against_resolution, means),
+        *_draw_picture(caption, out / "comparison.png", accuracy_against_resolution, means),
     ]
 
 
@@ -113,29 +115,29 @@ def unlike(groups: Groups) -> list[str]:
     return sentences
 
 
-def _differences(groups: Groups, found: Estimates, out: pathlib.Path) -> list[str]:
+def _differences(groups: Groups, estimates: Estimates, out: pathlib.Path) -> list[str]:
     """Table and picture of the differences in accuracy from the first row."""
-    if not found:
+    if not estimates:
         return []
     base, first = next(iter(groups)), _all_runs(groups)[0].rows[0]
-    what = score_name(first)
+    label = score_name(first)
     single = "Newcombe's over images, as if each run had been tested on images of its own"
     text = (
-        f"Difference in {what} from {base}, in percentage points, with intervals of 95 %: of "
+        f"Difference in {label} from {base}, in percentage points, with intervals of 95 %: of "
         "several seeds Student's t over the differences of equal seeds, for these test images; of "
-        f"one seed {single if main_score(first) in SHARES else 'none'}. They are not widened for "
-        "the number of comparisons."
+        f"one seed {single if main_score(first) in FRACTIONS else 'none'}. They are not widened "
+        "for the number of comparisons."
     )
-    caption, path = f"difference in {what} from {base}, with intervals", out / "differences.png"
+    caption, path = f"difference in {label} from {base}, with intervals", out / "differences.png"
     return [
         paragraph(text),
-        table(*_table_of_differences(found)),
-        *_drawn(caption, path, plots.differences, found, base=base, score=what),
+        table(*_table_of_differences(estimates)),
+        *_draw_picture(caption, path, plots.differences, estimates, base=base, score=label),
     ]
 
 
-def _table_of_differences(found: Estimates) -> tuple[list[str], list[list[str]]]:
-    return table_by_size(found, lambda one: one.text("+"))
+def _table_of_differences(estimates: Estimates) -> tuple[list[str], list[list[str]]]:
+    return table_by_size(estimates, lambda estimate: estimate.text("+"))
 
 
 def _training(groups: Groups, out: pathlib.Path) -> list[str]:
@@ -154,7 +156,7 @@ def _training(groups: Groups, out: pathlib.Path) -> list[str]:
     caption, path = "training loss over steps, a line per scheme", out / "loss.png"
     axes = {"x": "step", "y": "training loss", "title": "Training loss (first seeds)"}
     return [
-        *_drawn(caption, path, plots.lines, curves, **axes),
+        *_draw_picture(caption, path, plots.lines, curves, **axes),
         table(("position", "steps", "last loss", "images per second (median)"), rows),
     ]
 
@@ -164,16 +166,16 @@ def _median_speed(lines: Sequence[dict[str, Any]]) -> str:
     return f"{np.median(speeds):,.0f}" if speeds else "-"
 
 
-def _papers(groups: Groups, found: Estimates) -> list[str]:
-    """Accuracy beside the papers' numbers for the same model, scheme, data and resolution."""
+def _papers(groups: Groups, estimates: Estimates) -> list[str]:
+    """Accuracy next to the papers' numbers for the same model, scheme, data and resolution."""
     rows = []
     for name, group in groups.items():
         model, dataset = group[0].config.model, group[0].rows[0]["dataset"]
-        asked = {"model": model.name, "position": model.position, "dataset": dataset}
-        for size, one in found[name].items():
-            own = (model.name, model.position, size_text(size), one.text())
-            numbers = expected.find(**asked, resolution=list(size))
-            rows += [(*own, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
+        query = {"model": model.name, "position": model.position, "dataset": dataset}
+        for size, estimate in estimates[name].items():
+            cells = (model.name, model.position, size_text(size), estimate.text())
+            numbers = expected.find(**query, resolution=list(size))
+            rows += [(*cells, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
     if not rows:
         return []
     text = paragraph("Accuracy in percent, for the same model, scheme and resolution.")
@@ -183,42 +185,42 @@ def _papers(groups: Groups, found: Estimates) -> list[str]:
 def _classes(groups: Groups) -> list[str]:
     """The score of each class at the training resolution, of the first seeds.
 
-    Nothing, unless all are evaluated by the same score on the same classes.
+    Empty unless all runs have the same score for the same classes.
     """
     rows = {name: group[0].rows[0] for name, group in groups.items()}
     first = next(iter(rows.values()))
-    alike = lambda row: class_score(row) == found and class_names(row) == class_names(first)
-    if (found := class_score(first)) is None or not all(map(alike, rows.values())):
+    comparable = lambda row: class_score(row) == by_class and class_names(row) == class_names(first)
+    if (by_class := class_score(first)) is None or not all(map(comparable, rows.values())):
         return []
-    name, words = found
+    name, words = by_class
     columns = [map(percent, row[name]) for row in rows.values()]
     text = paragraph(f"{_sentence(words)} in percent, at the training resolution.")
     return [text, table(("class", *rows), list(zip(class_names(first), *columns, strict=True)))]
 
 
 def _evaluations(runs: Sequence[RunResults]) -> list[str]:
-    """Results with further crops, and of `python -m rope_jax.evaluate`."""
-    seeds_of = collections.Counter(run.workdir for run in runs)
+    """Results with further crops, and those of `python -m rope_jax.evaluate`."""
+    seed_counts = collections.Counter(run.workdir for run in runs)
     first = runs[0].rows[0]
-    titles = {name: title for name, title in titles_of(first).items() if name in first}
+    titles = {name: title for name, title in score_titles(first).items() if name in first}
     _, *others = titles
     rows = []
     for run in runs:
-        seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
-        for row in run.listed:
+        seed = f", seed {run.config.seed}" if seed_counts[run.workdir] > 1 else ""
+        for row in run.further_rows:
             numbers = (score([row]).text(), *(percent(row[name]) for name in others))
-            about = (f"{run.workdir.name}{seed}", row["dataset"], size_text(row["resolution"]))
-            rows.append((*about, *numbers, row["protocol"]))
+            identity = (f"{run.workdir.name}{seed}", row["dataset"], size_text(row["resolution"]))
+            rows.append((*identity, *numbers, row["protocol"]))
     header = ("workdir", "data", "resolution", *titles.values(), "protocol")
     return [table(header, rows)] if rows else []
 
 
 def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[str]:
     """The pictures of `python -m rope_jax.analysis` in the workdirs, copied into `out`."""
-    of_workdir = {run.workdir: run.config.model for run in runs}
-    names = collections.Counter(workdir.name for workdir in of_workdir)
+    models = {run.workdir: run.config.model for run in runs}
+    names = collections.Counter(workdir.name for workdir in models)
     blocks = []
-    for number, (workdir, model) in enumerate(of_workdir.items(), 1):
+    for number, (workdir, model) in enumerate(models.items(), 1):
         label = workdir.name if names[workdir.name] == 1 else f"{workdir.name}_{number}"
         for name, caption in _PICTURES.items():
             copy = out / f"{label}_{name}.png"
@@ -237,11 +239,11 @@ def _runs(runs: Sequence[RunResults]) -> list[str]:
     ]
     protocols = dict.fromkeys(row["protocol"] for run in runs for row in run.rows)
     header = ("workdir", "model", "position", "seed", "step")
-    return [table(header, rows), *(paragraph(f"Protocol: {how}.") for how in protocols)]
+    return [table(header, rows), *(paragraph(f"Protocol: {protocol}.") for protocol in protocols)]
 
 
 def analyse(run: RunResults) -> None:
-    """Draws all pictures of `analyses` that the run's scheme has, into its workdir."""
+    """Draws all pictures of `analyses` that the run's scheme supports, in its workdir."""
     loaded = load_run(str(run.workdir))
     with kernels_of_run(loaded.config, run.workdir):
         for name in OF_MODEL:
@@ -252,20 +254,20 @@ def analyse(run: RunResults) -> None:
 
 
 def print_report(groups: Groups, out: pathlib.Path) -> None:
-    """Writes comparison.txt, report.html and its pictures, and prints the first and their names."""
+    """Writes comparison.txt, report.html and its pictures, and prints the table and the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    runs, found, gains = _all_runs(groups), scores(groups), paired_differences(groups)
-    text = format_table(*table_by_size(found, lambda one: percent(one.mean)))
-    text += "".join(f"\nnot alike: {note}" for note in unlike(groups))
+    runs, estimates, gains = _all_runs(groups), scores(groups), paired_differences(groups)
+    text = format_table(*table_by_size(estimates, lambda estimate: percent(estimate.mean)))
+    text += "".join(f"\nother differences: {note}" for note in unlike(groups))
     if gains:
         title = f"difference from {next(iter(groups))} in percentage points [95 % interval]"
         text += f"\n\n{title}\n\n{format_table(*_table_of_differences(gains))}"
     (out / "comparison.txt").write_text(text + "\n")
     sections = {
-        "Accuracy": _accuracy(groups, found, out),
+        "Accuracy": _accuracy(groups, estimates, out),
         "Differences": _differences(groups, gains, out),
         "Training": _training(groups, out),
-        "Beside the papers": _papers(groups, found),
+        "Compared with the papers": _papers(groups, estimates),
         "Classes": _classes(groups),
         "Further evaluations": _evaluations(runs),
         "Attention and position": _analyses(runs, out),
@@ -274,8 +276,8 @@ def print_report(groups: Groups, out: pathlib.Path) -> None:
     models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
     page = to_html(f"Positional schemes compared: {models}", sections)
     (out / "report.html").write_text(page)
-    what = score_name(runs[0].rows[0])
-    print(f"{what} (%) at test resolution; trained at the first one\n\n{text}\n")
+    label = score_name(runs[0].rows[0])
+    print(f"{label} (%) at test resolution; trained at the first one\n\n{text}\n")
     print(f"table: {out / 'comparison.txt'}")
     if available():
         print(f"picture: {out / 'comparison.png'}")

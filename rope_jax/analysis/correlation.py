@@ -37,9 +37,9 @@ def position_correlation(
 
 
 def middle_token(grid: Grid) -> int:
-    """Index of the token in the middle of a map, on an even side before the middle.
+    """Index of the token in the middle of a map, rounded down on an even side.
 
-    That of LaPE's code, whose maps have 14 x 14 tokens.
+    LaPE's code uses the same token; its maps have 14 x 14.
 
     >>> middle_token((14, 14))
     90

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 
-def percent(share: float | None, sign: str = "") -> str:
+def percent(fraction: float | None, sign: str = "") -> str:
     """A fraction in percent; a dash for None, where there is nothing to score.
 
     >>> percent(0.5), percent(0.5, "+"), percent(None)
     ('50.0', '+50.0', '-')
     """
-    return "-" if share is None else f"{100 * share:{sign}.1f}"
+    return "-" if fraction is None else f"{100 * fraction:{sign}.1f}"
 
 
 class Estimate(NamedTuple):
@@ -38,39 +38,39 @@ class Estimate(NamedTuple):
         return mean if math.isnan(self.low) else f"{mean} [{low}, {high}]"
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % confidence interval of a share.
+def wilson(fraction: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % confidence interval of a fraction.
 
     >>> [round(bound, 2) for bound in wilson(0.5, 100)]
     [0.4, 0.6]
 
     Args:
-        share: in [0, 1].
-        count: number of samples of which it is the share.
+        fraction: in [0, 1].
+        count: number of samples.
     """
     z = 1.959964
     scale = 1 + z * z / count
-    middle = (share + z * z / (2 * count)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    middle = (fraction + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
     return middle - half, middle + half
 
 
-def newcombe(share: float, count: int, base: float, base_count: int) -> tuple[float, float]:
-    """Newcombe's 95 % confidence interval of the difference of two independent shares (method 10).
+def newcombe(fraction: float, count: int, base: float, base_count: int) -> tuple[float, float]:
+    """Newcombe's 95 % confidence interval of a difference of independent fractions (method 10).
 
     >>> [round(bound, 3) for bound in newcombe(56 / 70, 70, 48 / 80, 80)]
     [0.052, 0.334]
 
     Args:
-        share, count: a share in [0, 1], and the number of samples of which it is the share.
-        base, base_count: of the share that is subtracted.
+        fraction, count: in [0, 1], and the number of samples.
+        base, base_count: of the fraction that is subtracted.
     """
-    (low, high), (base_low, base_high) = wilson(share, count), wilson(base, base_count)
+    (low, high), (base_low, base_high) = wilson(fraction, count), wilson(base, base_count)
     below, above = (
-        math.hypot(share - low, base_high - base),
-        math.hypot(high - share, base - base_low),
+        math.hypot(fraction - low, base_high - base),
+        math.hypot(high - fraction, base - base_low),
     )
-    return share - base - below, share - base + above
+    return fraction - base - below, fraction - base + above
 
 
 def student(values: Sequence[float]) -> tuple[float, float]:

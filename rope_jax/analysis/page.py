@@ -48,7 +48,7 @@ def paragraph(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells; the interval of a number has a line of its own."""
+    """A table of cells; the interval of a number is on a separate line."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>"]
     for row in rows:

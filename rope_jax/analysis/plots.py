@@ -31,37 +31,37 @@ def _panels(
     down = -(-len(names) // across)
     size = max(panel[0] * across + margins[0], 4.0), panel[1] * down + margins[1]
     with picture(path, title, size) as figure:
-        every = [figure.add_subplot(down, across, number + 1) for number in range(len(names))]
-        for axes, name in zip(every, names, strict=True):
+        all_axes = [figure.add_subplot(down, across, number + 1) for number in range(len(names))]
+        for axes, name in zip(all_axes, names, strict=True):
             axes.set_title(name)
-        yield every
+        yield all_axes
 
 
 def differences(
-    found: Estimates, path: pathlib.Path, *, base: str, score: str = "top-1 accuracy"
+    estimates: Estimates, path: pathlib.Path, *, base: str, score: str = "top-1 accuracy"
 ) -> None:
-    """Draws differences in a score as points with their intervals, a colour per resolution.
+    """Draws differences in a score as points with their intervals, one colour per resolution.
 
     Args:
-        found: from `paired_differences`.
+        estimates: from `paired_differences`.
         path: of the PNG file.
         base: name of the group from which they differ.
         score: its name.
     """
-    sizes = list(dict.fromkeys(size for own in found.values() for size in own))
+    sizes = list(dict.fromkeys(size for by_size in estimates.values() for size in by_size))
     title, x = f"Difference from {base} (95 % intervals)", f"{score}, percentage points"
-    height = 1.2 + 0.16 * len(found) * (len(sizes) + 1)
+    height = 1.2 + 0.16 * len(estimates) * (len(sizes) + 1)
     with diagram(path, title, x, "", height=height, legend="pixels") as axes:
         for number, size in enumerate(sizes):
-            own = [one.get(size, Estimate(math.nan)) for one in found.values()]
-            mean, low, high = 100 * np.transpose(own)
-            places = np.arange(len(own)) + 0.8 * ((number + 0.5) / len(sizes) - 0.5)
+            shown = [by_size.get(size, Estimate(math.nan)) for by_size in estimates.values()]
+            mean, low, high = 100 * np.transpose(shown)
+            places = np.arange(len(shown)) + 0.8 * ((number + 0.5) / len(sizes) - 0.5)
             reach = (mean - low, high - mean)
             axes.errorbar(
                 mean, places, xerr=reach, label=size_text(size), linestyle="none", linewidth=1.2
             )
         axes.axvline(0, color="0.4", linewidth=1)
-        axes.set_yticks(range(len(found)), found)
+        axes.set_yticks(range(len(estimates)), estimates)
         axes.invert_yaxis()
 
 
@@ -105,8 +105,8 @@ def lines(
     """
     with diagram(path, title, x, y) as axes:
         for name, curve in curves.items():
-            alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
-            axes.plot(*curve, label=name, linewidth=1.3, marker=alone)
+            marker = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
+            axes.plot(*curve, label=name, linewidth=1.3, marker=marker)
         axes.set_yscale(yscale)
 
 
@@ -128,13 +128,13 @@ def panels(
         mark: (row, column) of the token that is marked on each; None for (H // 2, W // 2).
     """
     sizes = {"columns": 6, "panel": (1.55, 1.75), "margins": (0.9, 0.4)}
-    with _panels(path, title, list(maps), **sizes) as every:
-        for axes, values in zip(every, maps.values(), strict=True):
+    with _panels(path, title, list(maps), **sizes) as all_axes:
+        for axes, values in zip(all_axes, maps.values(), strict=True):
             image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
             row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
             axes.plot(column, row, marker="+", color="black", markersize=7)
             axes.set_axis_off()
-        axes.figure.colorbar(image, ax=every, fraction=0.05, aspect=25, label=label)
+        axes.figure.colorbar(image, ax=all_axes, fraction=0.05, aspect=25, label=label)
 
 
 def overlays(
@@ -152,22 +152,26 @@ def overlays(
         maps: name -> [h, w], of any size.
         path: of the PNG file.
         title: of the picture.
-        place: (y, x) as fractions of height and width. A cross marks the middle of the token there,
-            on the image that of the first map; None for no mark.
+        place: (y, x) as fractions of height and width. A cross marks the centre of the token there;
+            on the image, that of the first map's token. None for no mark.
     """
     height, width = image.shape[:2]
     sizes = {"columns": 5, "panel": (1.9, 1.9 * height / width + 0.25), "margins": (0.0, 0.4)}
-    with _panels(path, title, ["image", *maps], **sizes) as every:
+    with _panels(path, title, ["image", *maps], **sizes) as all_axes:
         first = next(iter(maps.values()))
-        for number, (axes, values) in enumerate(zip(every, [first, *maps.values()], strict=True)):
+        for number, (axes, values) in enumerate(
+            zip(all_axes, [first, *maps.values()], strict=True)
+        ):
             rows, columns = values.shape
-            shown = {
+            placement = {
                 "extent": (-0.5, columns - 0.5, rows - 0.5, -0.5),  # in tokens
                 "aspect": height / rows * columns / width,
             }
-            axes.imshow(image, **shown)
+            axes.imshow(image, **placement)
             if number > 0:
-                axes.imshow(values, cmap="inferno", alpha=0.65, interpolation="bilinear", **shown)
+                axes.imshow(
+                    values, cmap="inferno", alpha=0.65, interpolation="bilinear", **placement
+                )
             if place is not None:
                 row, column = token_at(place, values.shape)
                 axes.plot(column, row, "+", color="cyan", markersize=9, markeredgewidth=2)
@@ -185,17 +189,17 @@ def costs(
         title: of the picture.
     """
     with picture(path, title, (7.2, 1.1 + 0.3 * len(added))) as figure:
-        every = figure.subplots(1, 2, sharey=True)
+        all_axes = figure.subplots(1, 2, sharey=True)
         labels = ("added parameters", "added operations per image")
         for axes, label, numbers in zip(
-            every, labels, np.transpose(list(added.values())), strict=True
+            all_axes, labels, np.transpose(list(added.values())), strict=True
         ):
             bars = axes.barh(list(added), [number or 0 for number in numbers], color=COLOURS[0])
             texts = ["not counted" if number is None else f"{number:,}" for number in numbers]
             axes.bar_label(bars, texts, padding=3, fontsize=7)
             axes.margins(x=0.3)
             axes.set_xlabel(label)
-        every[0].invert_yaxis()
+        all_axes[0].invert_yaxis()
 
 
 def frequencies_before_and_after(
@@ -215,8 +219,8 @@ def frequencies_before_and_after(
     names = [f"layer {layer + 1}" for layer in range(len(after))]
     reach = 1.05 * max(abs(before).max(), abs(after).max())
     sizes = {"columns": 4, "panel": (2.1, 2.1), "margins": (1.2, 0.6)}
-    with _panels(path, title, names, **sizes) as every:
-        for axes, old, new in zip(every, before, after, strict=True):
+    with _panels(path, title, names, **sizes) as all_axes:
+        for axes, old, new in zip(all_axes, before, after, strict=True):
             for freqs, marker, colour, label in (
                 (old, ".", "0.6", "before"),
                 (new, "x", COLOURS[1], "after"),

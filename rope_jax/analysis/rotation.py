@@ -142,7 +142,7 @@ def rotation_angles(reading: str, width: int, *, heads: int = 1) -> Float[np.nda
 def score_decay(
     freqs: Float[np.ndarray, "... A R"], distances: Float[np.ndarray, " n"], *, directions: int = 16
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Decay of attention scores with the distance of query and key, whatever they contain.
+    """Decay of attention scores with the distance of query and key, for any content.
 
     >>> score, bound = score_decay(np.array([[[np.pi]]]), np.array([0.0, 1.0, 2.0]))
     >>> score.tolist()
@@ -167,6 +167,6 @@ def score_decay(
     unit = np.stack([np.sin(turns), np.cos(turns)])[-axes:]  # [A, directions]
     angles = np.einsum("...ar,ad,n->n...dr", freqs, unit, np.asarray(distances, np.float64))
     waves = np.exp(1j * angles)
-    rest = tuple(range(1, waves.ndim))
-    bound = np.abs(np.cumsum(waves, axis=-1)).mean(axis=rest)
-    return waves.real.mean(axis=rest), bound
+    reduced = tuple(range(1, waves.ndim))
+    bound = np.abs(np.cumsum(waves, axis=-1)).mean(axis=reduced)
+    return waves.real.mean(axis=reduced), bound

@@ -1,4 +1,4 @@
-"""Finished runs, read from their workdirs and grouped by what they share."""
+"""Finished runs, read from their workdirs and grouped by their settings."""
 
 import dataclasses
 import operator
@@ -12,7 +12,7 @@ from rope_jax.evaluate.results import Row, score_name
 from rope_jax.models.registry import find_model
 from rope_jax.names import plugins
 from rope_jax.system.files import read_json
-from rope_jax.training.metrics import metrics_of, read_metrics
+from rope_jax.training.metrics import read_metrics, seed_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,14 @@ class RunResults:
     metrics: Sequence[dict[str, Any]]
 
     @property
-    def compared(self) -> list[Row]:
+    def main_rows(self) -> list[Row]:
         """The rows of the first protocol, which are compared with other runs."""
         return [row for row in self.rows if row["protocol"] == self.rows[0]["protocol"]]
 
     @property
-    def listed(self) -> list[Row]:
+    def further_rows(self) -> list[Row]:
         """The rows of further protocols and other evaluations."""
-        return [row for row in self.rows if row not in self.compared] + list(self.others)
+        return [row for row in self.rows if row not in self.main_rows] + list(self.others)
 
 
 Size = tuple[int, int]  # (height, width) in pixels
@@ -68,7 +68,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
         )
     path = workdir / "config.json"
     config = resolve_stored(read_json(path), path)
-    plugins.load(config.plugins, wanted_by=f"of the run {workdir}")
+    plugins.load(config.plugins, required_by=f"of the run {workdir}")
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)
     config = dataclasses.replace(config, model=model)
@@ -82,7 +82,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             step,
             [row for row in rows if row.get("seed", seed) == seed],
             [row for row in others if row["asked"].get("seed", config.seed) == seed],
-            [metrics_of(line, seed) for line in metrics],
+            [seed_metrics(line, seed) for line in metrics],
         )
         for seed in config.all_seeds
     ]
@@ -92,17 +92,18 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
     """Groups runs that differ only in their seed, or in settings that do not affect results.
 
     Returns:
-        Label -> runs. The label is the position, with the model and the workdir where it would be
-        ambiguous without.
+        Label -> runs. The label is the position; the model and the workdir are added where it would
+        be ambiguous.
 
     Raises:
         ValueError: two runs have the same config and seed, or are of different tasks.
     """
     workdirs = {score_name(run.rows[0]): run.workdir for run in runs}
     if len(workdirs) > 1:
-        (one, here), (other, there), *_ = workdirs.items()
+        (score, workdir), (other_score, other), *_ = workdirs.items()
         raise ValueError(
-            f"{here} was evaluated by {one} and {there} by {other}: compare runs of one task"
+            f"{workdir} was evaluated by {score} and {other} by {other_score}: "
+            "compare runs of one task"
         )
     shared = operator.attrgetter(
         *(
@@ -113,18 +114,18 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
             or (name != "seed" and not field.metadata["resumable"])
         )
     )
-    alike: dict[tuple, list[RunResults]] = {}
+    by_settings: dict[tuple, list[RunResults]] = {}
     for run in runs:
-        group = alike.setdefault(shared(run.config), [])
-        if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
+        group = by_settings.setdefault(shared(run.config), [])
+        if duplicates := [other.workdir for other in group if other.config.seed == run.config.seed]:
             raise ValueError(
-                f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
+                f"{duplicates[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
                 "leave one of them out"
             )
         group.append(run)
     several_models = len({run.config.model.name for run in runs}) > 1
     groups: dict[str, list[RunResults]] = {}
-    for group in alike.values():
+    for group in by_settings.values():
         model = group[0].config.model
         label = f"{model.name}, {model.position}" if several_models else model.position
         workdir = group[0].workdir
@@ -137,6 +138,6 @@ def rows_by_size(runs: Sequence[RunResults]) -> dict[Size, dict[int, Row]]:
     """The rows of each run's first protocol, by resolution in the order of evaluation, and seed."""
     rows: dict[Size, dict[int, Row]] = {}
     for run in runs:
-        for row in run.compared:
+        for row in run.main_rows:
             rows.setdefault(tuple(row["resolution"]), {})[run.config.seed] = row
     return rows

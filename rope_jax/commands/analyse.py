@@ -18,7 +18,7 @@ from rope_jax.commands.arguments import (
     add_options,
     command_parser,
 )
-from rope_jax.names.options import options_of
+from rope_jax.names.options import find_options
 from rope_jax.runs.loading import load_model
 from rope_jax.system.sharding import start_devices
 from rope_jax.training.kernels import kernels_of_run
@@ -29,8 +29,8 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     out = "folder to write to; default: the WORKDIR, or the current folder"
     for name, analysis in (OF_MODEL | OF_SCHEMES).items():
-        about = analysis.__doc__.partition("\n")[0]
-        command = commands.add_parser(name, help=about, description=about)
+        summary = analysis.__doc__.partition("\n")[0]
+        command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("--out", type=pathlib.Path, help=out)
         if name in OF_MODEL:
             add_model_arguments(command)
@@ -41,17 +41,17 @@ def _parser() -> CommandParser:
 def main(arguments: list[str] | None = None) -> None:
     """Runs one analysis from the command line."""
     parser = _parser()
-    asked = parser.parse_args(arguments)
-    name, workdir = asked.command, getattr(asked, "workdir", None)
-    out = asked.out or pathlib.Path(workdir or ".")
-    options = {x: getattr(asked, x) for x in options_of((OF_MODEL | OF_SCHEMES)[name])}
+    args = parser.parse_args(arguments)
+    name, workdir = args.command, getattr(args, "workdir", None)
+    out = args.out or pathlib.Path(workdir or ".")
+    options = {x: getattr(args, x) for x in find_options((OF_MODEL | OF_SCHEMES)[name])}
     with parser.one_line_errors(extra="plot"):
         start_devices()
-        if asked.out is not None:
+        if args.out is not None:
             out.mkdir(parents=True, exist_ok=True)
         if name in OF_SCHEMES:
             keep(name, out, OF_SCHEMES[name](out, **options))
         else:
-            loaded = load_model(asked)
+            loaded = load_model(args)
             with kernels_of_run(loaded.config, workdir and pathlib.Path(workdir)):
                 analyse_model(name, loaded, out, **options)

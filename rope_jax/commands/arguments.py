@@ -16,7 +16,7 @@ from rope_jax.data import BadImages
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
 from rope_jax.names import plugins
-from rope_jax.names.options import CountOrZero, describe, options_of, read
+from rope_jax.names.options import CountOrZero, describe, find_options, read
 from rope_jax.system.cores import cores
 from rope_jax.system.files import SaveFailed
 from rope_jax.system.streams import keep_going_unread
@@ -35,7 +35,7 @@ class Argument:
     annotation: Any
 
     def __call__(self, text: str) -> Any:
-        """The value, of a list the values between commas; the parser names the argument."""
+        """Reads a value, or a tuple of values between commas; the parser names the argument."""
         try:
             parts = typing.get_args(self.annotation)
             if parts[1:] == (...,):  # tuple[X, ...]
@@ -65,7 +65,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def _path(text: str) -> pathlib.Path:
-    if not text:  # of a shell's variable without a value, for one
+    if not text:  # for example from a shell variable that is not set
         raise argparse.ArgumentTypeError("must be a path, not ''")
     return pathlib.Path(text)
 
@@ -84,8 +84,8 @@ class CommandParser(argparse.ArgumentParser):
     """A parser with --plugins, and one line and status 2 for a wrong command.
 
     Args:
-        load_plugins: add --plugins, which imports them at once. Not for a command whose processes
-            are to join first.
+        load_plugins: add --plugins, which imports them at once. False for a command whose processes
+            must join first.
         options: of `argparse.ArgumentParser`.
     """
 
@@ -104,15 +104,15 @@ class CommandParser(argparse.ArgumentParser):
         plugins.load_installed()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
-        """`argparse`'s; a process that reads its own words continues if its output closes."""
+        """Parses as `argparse` does; a process that reads `sys.argv` survives a closed output."""
         if args is None:
             keep_going_unread()
         return super().parse_args(args, namespace)
 
     def parse_with_settings(self, words: list[str] | None) -> tuple[argparse.Namespace, dict]:
-        """The arguments of the command, and the settings that are given as --config.KEY=VALUE.
+        """Parses the arguments of the command, and settings of the form --config.KEY=VALUE.
 
-        `-flag` is `--flag`, and only whole names are flags: --seed is not short for --seeds.
+        `-flag` is read as `--flag`. Flags have no abbreviations: --seed is not short for --seeds.
         """
         self.allow_abbrev = False
         if words is None:
@@ -122,10 +122,10 @@ class CommandParser(argparse.ArgumentParser):
         if "--config.help" in words:
             print(settings_help())
             self.exit()
-        own, given = _apart(words)
-        asked, unknown = self.parse_known_args(own)
+        flags, setting_words = _separate(words)
+        args, unknown = self.parse_known_args(flags)
         try:
-            return asked, read_settings([*unknown, *given])
+            return args, read_settings([*unknown, *setting_words])
         except ConfigError as error:
             self.error(str(error))
 
@@ -138,9 +138,9 @@ class CommandParser(argparse.ArgumentParser):
 
     @contextlib.contextmanager
     def one_line_errors(self, *, failed: int = 1, extra: str | None = None) -> Iterator[None]:
-        """Turns errors into one line, and status 2 if the command is wrong, `failed` if the work.
+        """Turns errors into one line; status 2 for a wrong command, `failed` for failed work.
 
-        With an `extra`, a missing package is a wrong command, too: it installs that package.
+        A missing package is a wrong command, too, if it is installed by the extra `extra`.
 
         >>> with command_parser("rope_jax.models", None).one_line_errors():
         ...     raise FileNotFoundError("runs/none does not exist")
@@ -150,7 +150,7 @@ class CommandParser(argparse.ArgumentParser):
         try:
             yield
         except (SaveFailed, BadImages, DeadWorker) as error:
-            self._end(failed, str(error))  # which may list images, a line each
+            self._end(failed, str(error))  # which may list images, one per line
         except (ConfigError, ValueError, OSError) as error:
             self.error(in_one_line(error))
         except ImportError as error:
@@ -159,10 +159,10 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"{error}: pip install 'rope_jax[{extra}]'")
 
 
-def _apart(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The words of flags, and those of settings, of which a value may be the next word.
+def _separate(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separates the words of flags from those of settings, whose value may be the next word.
 
-    >>> _apart(["--distributed", "--config.data.path", "a b", "--config=digits"])
+    >>> _separate(["--distributed", "--config.data.path", "a b", "--config=digits"])
     (['--distributed', '--config=digits'], ['--config.data.path', 'a b'])
     """
     flags, settings = [], []
@@ -208,8 +208,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=Argument(CountOrZero), help="checkpoint step; default: the newest")
     add(
         "--model",
-        help="instead of a workdir: a name of rope_jax.list_models(), or what "
-        "rope_jax.save_pretrained wrote",
+        help="instead of a workdir: a name of rope_jax.list_models(), or a model saved by "
+        "rope_jax.save_pretrained",
     )
     add("--position", help="scheme of --model; default: the model's own")
     add(
@@ -240,7 +240,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command_name(module: str) -> str:
-    """The command as the user typed it: "python -m MODULE", or "rope_jax evaluate"."""
+    """The command as typed by the user: "python -m MODULE", or "rope_jax evaluate"."""
     return sys.argv[0] if sys.argv[0].startswith("rope_jax ") else f"python -m {module}"
 
 
@@ -251,9 +251,9 @@ def add_image_set(parser: argparse.ArgumentParser) -> None:
     streamed = SOURCES.keys() - MEMORY.keys() - DRAWN.keys()
     add("--source", required=True, choices=sorted(streamed), help=kind)
     add("--path", required=True, help="of the images")
-    both = ",".join(SPLITS)
-    add("--splits", default=both, help="train, test, or both with a comma")
-    number = "processes, by default one a core; 0 for this one alone"
+    all_splits = ",".join(SPLITS)
+    add("--splits", default=all_splits, help="train, test, or both, separated by a comma")
+    number = "processes; by default one per core; 0 for the main process alone"
     add("--workers", type=Argument(CountOrZero), default=cores(), help=number)
 
 
@@ -266,21 +266,23 @@ def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str =
     Args:
         parser: to add to.
         function: whose parameters become arguments.
-        dash: between the words of an argument's name.
+        dash: separates the words of an argument's name.
     """
     parameters = inspect.signature(function).parameters
     sentences = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
-    for name, annotation in options_of(function).items():
+    for name, annotation in find_options(function).items():
         default = parameters[name].default
-        given = {"required": True} if default is inspect.Parameter.empty else {"default": default}
+        requirement = (
+            {"required": True} if default is inspect.Parameter.empty else {"default": default}
+        )
         flag, sentence = f"--{name.replace('_', dash)}", sentences.get(name)
-        parser.add_argument(flag, help=sentence, **given, **reads(annotation))
+        parser.add_argument(flag, help=sentence, **requirement, **parser_options(annotation))
 
 
-def reads(annotation: Any) -> dict[str, Any]:
-    """The options of `add_argument` that read a flag, several words, or one.
+def parser_options(annotation: Any) -> dict[str, Any]:
+    """The options of `add_argument` for an annotation: a flag, several words, or one.
 
-    >>> reads(list[str] | None)["nargs"], reads(bool)
+    >>> parser_options(list[str] | None)["nargs"], parser_options(bool)
     ('+', {'action': 'store_true'})
     """
     kinds = (annotation, *typing.get_args(annotation))
@@ -288,5 +290,5 @@ def reads(annotation: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     for kind in kinds:
         if typing.get_origin(kind) is list:
-            return reads(*typing.get_args(kind)) | {"nargs": "+"}
+            return parser_options(*typing.get_args(kind)) | {"nargs": "+"}
     return {"type": pathlib.Path if pathlib.Path in kinds else Argument(annotation)}

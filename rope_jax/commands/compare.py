@@ -1,13 +1,13 @@
-"""Which positional scheme is best on these images? Trains each and compares them.
+"""Trains several positional schemes on the same images and compares them.
 
     python -m rope_jax.compare --path=IMAGES --positions=ape,rope_mixed,axial_rope --seeds=3
     python -m rope_jax.compare --config=digits --positions=none,ape,rope_mixed --seeds=3
 
 The recipe, by default `own_images`, is trained with every scheme and seed; its other settings are
-given as --config.KEY=VALUE. The same command resumes what was interrupted and trains only what is
-missing. It ends with accuracies at all resolutions, the differences from the first scheme with
-their intervals, and a page: report.html. Several seeds are trained in one step where the images are
-held in memory and are augmented on the device, otherwise one after the other.
+given as --config.KEY=VALUE. The same command resumes interrupted runs and trains only missing ones.
+It ends with accuracies at all resolutions, the differences from the first scheme with their
+intervals, and a page: report.html. Several seeds are trained in one step where the images are held
+in memory and are augmented on the device, otherwise one after the other.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rope_jax import data
 from rope_jax.analysis.comparison_page import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.commands.arguments import Argument, command_parser
-from rope_jax.commands.exits import ended_at_once, exit_statuses
+from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import (
     Config,
     ConfigError,
@@ -44,29 +44,29 @@ from rope_jax.training.setup import Split, complete, create, load_split
 
 def command() -> None:
     """Calls `main` with `sys.argv`, and ends the process."""
-    asked = _parse(None)
-    with ended_at_once():
-        _compare(asked)
+    args = _parse(None)
+    with exit_at_once():
+        _compare(args)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains what is missing, prints the tables, and writes the report."""
+    """Trains the missing runs, prints the tables, and writes the report."""
     _compare(_parse(arguments))
 
 
-def _compare(asked: argparse.Namespace) -> None:
-    with exit_statuses(str(asked.out), distributed=False):
+def _compare(args: argparse.Namespace) -> None:
+    with exit_statuses(str(args.out), distributed=False):
         keep_compiled()
         with blame("JAX_PLATFORMS"):
             start_devices()
-        planned = plan(asked)
+        planned = plan(args)
         for number, (workdir, config) in enumerate(planned.items(), 1):
             seeds = f"seed {config.seed}" if config.seeds == 1 else f"{config.seeds} seeds"
             print(f"\n[{number}/{len(planned)}] {config.model.position}, {seeds}: {workdir}")
             run.train(config, workdir)
         print()
-        groups = group_runs([found for workdir in planned for found in read_runs(workdir)])
-        print_report(groups, asked.out)
+        groups = group_runs([result for workdir in planned for result in read_runs(workdir)])
+        print_report(groups, args.out)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -80,83 +80,83 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seeds", type=Argument(Count), default=3, help="runs of each scheme")
     add(
         "--resolutions",
-        help="evaluated after that of training: 160,224x320; default: the recipe's",
+        help="evaluated after the training resolution: 160,224x320; default: the recipe's",
     )
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/compare"), help="folder of the runs")
-    asked, asked.settings = parser.parse_with_settings(arguments)
-    return asked
+    args, args.settings = parser.parse_with_settings(arguments)
+    return args
 
 
-def plan(asked: argparse.Namespace) -> dict[pathlib.Path, Config]:
+def plan(args: argparse.Namespace) -> dict[pathlib.Path, Config]:
     """The folders of the runs of a comparison, in the order of training, and their settings.
 
     Raises:
-        ConfigError: a setting, a scheme or the images do not go together.
+        ConfigError: settings, schemes and images that cannot be combined.
     """
-    if asked.config is None and asked.path is None:
+    if args.config is None and args.path is None:
         raise ConfigError("--path is missing: the folder of the images, or name a --config")
-    if "seeds" in asked.settings:
+    if "seeds" in args.settings:
         raise ConfigError("--config.seeds is not a setting of a comparison: use --seeds")
-    configs = [_config(asked, position) for position in dict.fromkeys(items(asked.positions))]
+    configs = [_config(args, position) for position in dict.fromkeys(items(args.positions))]
     schemes = {config.model.position for config in configs}
     if len(schemes) < max(2, len(configs)):
         raise ConfigError(
-            f"--positions={asked.positions} has nothing to compare: name two or more schemes, and "
+            f"--positions={args.positions} has nothing to compare: name two or more schemes, and "
             "leave out --config.model.position, which replaces them"
         )
     images = load_split(configs[0], "train")
     for config in configs:
         nnx.eval_shape(lambda config=config: create(complete(config, images)))
-    on_device = asked.settings.get("data.on_device")
-    if asked.seeds > 1 and on_device is None:
+    on_device = args.settings.get("data.on_device")
+    if args.seeds > 1 and on_device is None:
         on_device = _fit_on_device(images, configs[0].data.augment)
-    if asked.seeds > 1 and on_device:  # all seeds of a scheme are trained in one step
+    if args.seeds > 1 and on_device:  # all seeds of a scheme are trained in one step
         return {
-            asked.out / f"{config.model.position}-seeds{asked.seeds}": dataclasses.replace(
+            args.out / f"{config.model.position}-seeds{args.seeds}": dataclasses.replace(
                 config,
                 data=dataclasses.replace(config.data, on_device=True),
-                seeds=asked.seeds,
+                seeds=args.seeds,
             )
             for config in configs
         }
     first = configs[0].seed
     return {  # the folder of seed 0 has the name of the scheme
-        asked.out / (config.model.position + (f"-{seed}" if seed else "")): dataclasses.replace(
+        args.out / (config.model.position + (f"-{seed}" if seed else "")): dataclasses.replace(
             config, seed=seed, seeds=1
         )
-        for seed in range(first, first + asked.seeds)
+        for seed in range(first, first + args.seeds)
         for config in configs
     }
 
 
-def _config(asked: argparse.Namespace, position: str) -> Config:
+def _config(args: argparse.Namespace, position: str) -> Config:
     """The settings of the first run of a scheme.
 
-    `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
+    `--path` and `--model` become settings, because a comma would end an argument of the recipe.
     """
     with blame("--config"):
-        recipe = with_arguments(asked.config or "own_images", position=position)
-    changes = {"data.path": asked.path, "model.name": asked.model}
-    if asked.path is not None and asked.path.endswith(".npz"):
+        recipe = with_arguments(args.config or "own_images", position=position)
+    changes = {"data.path": args.path, "model.name": args.model}
+    if args.path is not None and args.path.endswith(".npz"):
         changes["data.source"] = "npz"
-    if asked.resolutions is not None:
+    if args.resolutions is not None:
         with blame("--resolutions"):
-            changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
-    given = {name: value for name, value in changes.items() if value is not None}
-    config = resolve(load_recipe(recipe, given | asked.settings))
+            changes["eval.resolutions"] = tuple(map(image_pair, args.resolutions.split(",")))
+    overrides = {name: value for name, value in changes.items() if value is not None}
+    config = resolve(load_recipe(recipe, overrides | args.settings))
     with blame("--config.plugins"):
-        plugins.load(config.plugins, wanted_by="of the recipe")
+        plugins.load(config.plugins, required_by="of the recipe")
     return config
 
 
 def _fit_on_device(images: Split, augment: str) -> bool:
-    """Whether the images can be augmented on the device and take at most half of its memory."""
+    """Checks if images can be augmented on the device and take at most half of its memory."""
     try:
         loader_on_device(data.split_augment(augment).loader, images)
     except ValueError:
         return False
     devices = jax.local_devices()
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:  # of a CPU, whose devices have one memory
+    if limit is None:  # a CPU, whose devices share the memory
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
     return images.images.nbytes <= limit / 2

@@ -9,12 +9,12 @@
 Each resolution is written to a row of `evaluations.json` as soon as it is evaluated; existing rows
 are not evaluated again.
 
-Segmentation is scored at the size at which labels are stored. Images of a set in memory are seen as
-they are, others are resized to a short side of the resolution and seen through windows of that
-size. A picture beside the rows, predictions_512x512.png, shows the first images, their labels and
-the predictions.
+Segmentation is scored at the size at which labels are stored. Images of a set in memory are
+evaluated at their size. Others are resized so that the short side is the resolution, and evaluated
+in windows of that size. A picture next to the rows, predictions_512x512.png, shows the first
+images, their labels and the predictions.
 
-Detection is scored at the size of the stored images. Those that differ in size keep their aspect:
+Detection is scored at the size of the stored images. Images that differ in size keep their aspect:
 --resolutions=800x1333 fits each image into these pixels, portrait or landscape; without it, images
 are resized as in the evaluation of the WORKDIR's run, or fit into 800x1333.
 """
@@ -35,24 +35,24 @@ from rope_jax.evaluate.results import class_score, class_table, read_evaluations
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import LoadedModel, load_model
-from rope_jax.system.sharding import make_mesh, share, start_devices
-from rope_jax.tasks import TASKS, Task, task_of
+from rope_jax.system.sharding import make_mesh, process_shard, start_devices
+from rope_jax.tasks import TASKS, Task, find_task
 from rope_jax.training.kernels import kernels_of_run
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Evaluates, prints and records."""
     parser = _parser()
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     with parser.one_line_errors():
         start_devices()
-        _evaluate(asked)
+        _evaluate(args)
 
 
 def _parser() -> CommandParser:
     parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
-    add, share = parser.add_argument, Argument(Share)
+    add, fraction = parser.add_argument, Argument(Share)
     sets = [name for task in TASKS.values() for name in task.sets]
     add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
     add("--images", help="folder of the dataset")
@@ -61,117 +61,121 @@ def _parser() -> CommandParser:
         help="224,384,224x320; default: the training resolution, or of boxes in images that differ "
         "in size the frame of the WORKDIR's evaluation or fit(short=800,long=1333)",
     )
-    add("--crop", type=share, help="share of the resized image to keep; default: the weights' or 1")
+    add(
+        "--crop",
+        type=fraction,
+        help="fraction of the resized image to keep; default: the weights' or 1",
+    )
     add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
     add(
         "--scale_windows",
         action=argparse.BooleanOptionalAction,
-        help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
+        help="Swin: windows of 1/32 of the image; default: as in the WORKDIR's config, or off",
     )
     add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
     add("--extend", help="rotary: none, extrapolate, interpolate, ntk or yarn(alpha=1,beta=32)")
     add(
         "--log_scale",
         action=argparse.BooleanOptionalAction,
-        help="rotary: scale logits by ln L / ln L_trained; default of these two: as the WORKDIR's "
-        "config, or as the scheme",
+        help="rotary: scale logits by ln L / ln L_trained; default of these two: as in the "
+        "WORKDIR's config, or the scheme's",
     )
     scale = Annotated[float, Range(above=0, high=16)]
-    help_text = "segmentation: 0.5,1,1.5, of the images, averaged"
+    help_text = "segmentation: average over scales of the images: 0.5,1,1.5"
     add("--scales", type=Argument(tuple[scale, ...]), help=help_text)
-    add("--flip", action="store_true", help="segmentation: average with flipped images, too")
+    add("--flip", action="store_true", help="segmentation: average over flipped images, too")
     add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
     stride = "segmentation: pixels from window to window; default: two thirds of the window"
     add("--stride", type=Argument(Count), help=stride)
     add("--pictures", type=Argument(CountOrZero), default=4, help="images in predictions_*.png")
     add("--pycocotools", action="store_true", help="has no effect: it always scores detections")
-    in_step = "in a step; default: 128 images, of a segmentation 16 windows, of a detection 16"
-    add("--batch_size", type=Argument(Count), help=in_step)
+    images = "images in a step; default: 128, in detection 16, in segmentation 16 windows"
+    add("--batch_size", type=Argument(Count), help=images)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
     return parser
 
 
-def _check(asked: argparse.Namespace, has_split: bool, task: Task) -> None:
+def _check(args: argparse.Namespace, has_split: bool, task: Task) -> None:
     """Rejects incompatible arguments."""
-    if asked.dataset not in (None, *task.sets):
+    if args.dataset not in (None, *task.sets):
         raise ConfigError(
-            f"--dataset={asked.dataset} belongs to a different task than the model: use one of "
+            f"--dataset={args.dataset} belongs to a different task than the model: use one of "
             f"{', '.join(task.sets)}"
         )
-    if (asked.dataset is None) != (asked.images is None) or not (asked.dataset or has_split):
+    if (args.dataset is None) != (args.images is None) or not (args.dataset or has_split):
         raise ConfigError(
             "name --dataset and the folder of its --images; only a WORKDIR has a test split of "
             "its own"
         )
     for other in TASKS.values():
-        given = [name for name in other.flags if getattr(asked, name) and other is not task]
-        if given:
+        flags = [name for name in other.flags if getattr(args, name) and other is not task]
+        if flags:
             raise ConfigError(
-                f"--{given[0]} is for models that {other.does}, and this one does not: leave it out"
+                f"--{flags[0]} is for models that {other.does}, and this one does not: leave it out"
             )
-    if asked.dataset is None and (asked.crop or asked.interpolation):
+    if args.dataset is None and (args.crop or args.interpolation):
         raise ConfigError(
             "--crop and --interpolation are of --images: a WORKDIR's test split is prepared as in "
             "training"
         )
 
 
-def _evaluate(asked: argparse.Namespace) -> None:
-    about = load_model(asked)
-    own = EvalConfig() if about.config is None else about.config.eval
-    for name, value in rules(own).items():
-        if getattr(asked, name) is None:
-            setattr(asked, name, value)
-    _check(asked, about.config is not None, task_of(about.model))
-    if asked.out is not None:
+def _evaluate(args: argparse.Namespace) -> None:
+    loaded = load_model(args)
+    defaults = EvalConfig() if loaded.config is None else loaded.config.eval
+    for name, value in rules(defaults).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    _check(args, loaded.config is not None, find_task(loaded.model))
+    if args.out is not None:
         with blame("--out"):
-            read_evaluations(asked.out)  # a file of another kind is not set aside
-    sizes = [about.image_size]
-    if asked.resolutions:
-        sizes = [image_pair(text) for text in asked.resolutions.split(",")]
-    given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
-    given = {name: value for name, value in given.items() if value is not None}
-    preprocessing = dataclasses.replace(about.preprocessing, **given)
-    workdir = asked.workdir and pathlib.Path(asked.workdir)
-    out = asked.out or pathlib.Path(workdir or ".", "evaluations.json")
+            read_evaluations(args.out)  # a file of another kind is not set aside
+    sizes = [loaded.image_size]
+    if args.resolutions:
+        sizes = [image_pair(text) for text in args.resolutions.split(",")]
+    overrides = {name: getattr(args, name) for name in ("crop", "interpolation")}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    preprocessing = dataclasses.replace(loaded.preprocessing, **overrides)
+    workdir = args.workdir and pathlib.Path(args.workdir)
+    out = args.out or pathlib.Path(workdir or ".", "evaluations.json")
     evaluation = functools.partial(
         Evaluation,
-        asked=vars(asked),
-        model=about.model,
-        config=about.config,
+        arguments=vars(args),
+        model=loaded.model,
+        config=loaded.config,
         preprocessing=preprocessing,
         mesh=make_mesh(),
         folder=out.parent,
     )
-    with kernels_of_run(about.config, workdir):
-        rows = [evaluation(size=size).recorded(_identity(asked, about), out) for size in sizes]
-    if share()[0] == 0:
-        print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
+    with kernels_of_run(loaded.config, workdir):
+        rows = [evaluation(size=size).record(_identity(args, loaded), out) for size in sizes]
+    if process_shard()[0] == 0:
+        print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows))
         if class_score(rows[0]) is not None:
             print(f"\n{class_table(rows)}")
         print(f"\nrows: {out}")
 
 
-def _identity(asked: argparse.Namespace, about: LoadedModel) -> dict[str, Any]:
+def _identity(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     """The settings of all tasks and sizes that identify a row."""
-    config = about.config
+    config = loaded.config
     identity = {
-        "model": about.name,
-        "position": about.position,
-        "weights": about.weights,
-        "step": about.step,
-        "options": config.model.options if config else asked.options,
-        "dtype": config.dtype if config else asked.dtype or "float32",
-        "dataset": asked.dataset or config.data.source,
-        "windows": "scaled" if asked.scale_windows else "kept",
-        "rpb_shrink": asked.rpb_shrink,
-        "resizing": "whole image",  # of rows without it, pixels of some sizes differed
+        "model": loaded.name,
+        "position": loaded.position,
+        "weights": loaded.weights,
+        "step": loaded.step,
+        "options": config.model.options if config else args.options,
+        "dtype": config.dtype if config else args.dtype or "float32",
+        "dataset": args.dataset or config.data.source,
+        "windows": "scaled" if args.scale_windows else "kept",
+        "rpb_shrink": args.rpb_shrink,
+        "resizing": "whole image",  # in rows without this key, pixels of some sizes differed
     }
-    if about.sha256 is not None:  # other weights may replace these under the same name
-        identity["sha256"] = about.sha256
+    if loaded.sha256 is not None:  # other weights may replace these under the same name
+        identity["sha256"] = loaded.sha256
     if config is not None:
         identity["seed"] = config.seed
-    if asked.extend is not None or asked.log_scale:
-        identity |= {"extend": asked.extend, "log_scale": asked.log_scale}
+    if args.extend is not None or args.log_scale:
+        identity |= {"extend": args.extend, "log_scale": args.log_scale}
     return identity

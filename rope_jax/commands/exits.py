@@ -20,7 +20,7 @@ from rope_jax.training.checkpoint import NonFinite
 from rope_jax.training.signals import Interrupted
 
 _BAD_IMAGES = (
-    f"`{other_command('rope_jax.data.verify')}` lists all that cannot be used, and "
+    f"`{other_command('rope_jax.data.verify')}` lists all images that cannot be used, and "
     "--config.data.bad_images=skip skips them"
 )
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
@@ -32,8 +32,8 @@ _ALONE = (
     "without saving, as other processes wait for this one: the same command resumes from the "
     "newest checkpoint"
 )
-# Seconds. When the first of several processes ends, jax aborts the others, which may have an error
-# to print.
+# Seconds. When the first of several processes ends, jax aborts the others, which may still have an
+# error to print.
 _LAST_WORDS = 2
 
 
@@ -52,13 +52,13 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
 
     Args:
         workdir: of the run.
-        distributed: whether this is one of several processes.
+        distributed: True for one of several processes.
     """
     try:
         yield
         return
     except (Exception, Interrupted) as error:
-        status, sentence = _end_of(error, workdir)
+        status, sentence = _describe_end(error, workdir)
         if sentence is None:
             traceback.print_exc()
             sentence = _LOST_PROCESS if distributed else None
@@ -72,7 +72,7 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
     sys.exit(status)
 
 
-def _end_of(error: BaseException, workdir: str) -> tuple[int, str | None]:
+def _describe_end(error: BaseException, workdir: str) -> tuple[int, str | None]:
     """The exit status and the sentence of an exception; None for one that needs its trace."""
     if isinstance(error, Interrupted):
         number = signal.Signals[str(error)]
@@ -91,10 +91,10 @@ def _end_of(error: BaseException, workdir: str) -> tuple[int, str | None]:
 
 
 @contextlib.contextmanager
-def ended_at_once() -> Iterator[None]:
+def exit_at_once() -> Iterator[None]:
     """Ends the process after this context, with the status of a SystemExit in it.
 
-    A normal exit waits for threads and workers: for ever, if a file system does not answer.
+    A normal exit waits for threads and workers: forever, if a file system does not respond.
     """
     status = 0
     try:

@@ -25,17 +25,17 @@ def main(arguments: list[str] | None = None) -> None:
     add("--out", type=pathlib.Path, required=True, help="file to write")
     add("--resolution", help="224 or 224x320; default: the training resolution")
     add("--batch", type=Argument(Count), help="images in a call; default: any number")
-    known = f"comma-separated, of {','.join(PLATFORMS)}"
-    add("--platforms", default=",".join(PLATFORMS), help=known)
-    asked = parser.parse_args(arguments)
+    platforms_help = f"comma-separated, of {','.join(PLATFORMS)}"
+    add("--platforms", default=",".join(PLATFORMS), help=platforms_help)
+    args = parser.parse_args(arguments)
     with parser.one_line_errors(extra="export"):
-        loaded = load_model(asked)
-        size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
-        platforms = tuple(asked.platforms.split(","))
-        export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
+        loaded = load_model(args)
+        size = image_pair(args.resolution) if args.resolution else loaded.image_size
+        platforms = tuple(args.platforms.split(","))
+        export(loaded.model, args.out, resolution=size, batch=args.batch, platforms=platforms)
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
-    batch = "b" if asked.batch is None else asked.batch
-    print(f"{loaded.title}, {loaded.weights}: {asked.out}")
+    batch = "b" if args.batch is None else args.batch
+    print(f"{loaded.title}, {loaded.weights}: {args.out}")
     print(
         f"images: float32 [{batch}, {size[0]}, {size[1]}, 3], in [0, 1], minus {mean}, over {std}"
     )

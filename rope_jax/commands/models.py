@@ -25,9 +25,9 @@ def rows(names: list[str]) -> list[tuple[str, ...]]:
 
 
 def parameters(name: str, *, position: str | None = None, part: str | None = None) -> str:
-    """The number of trainable parameters of a model or of a part of it; nothing is created."""
-    made = nnx.eval_shape(lambda: create_model(name, position=position))
-    params = nnx.to_flat_state(nnx.state(made, nnx.Param))
+    """Counts the trainable parameters of a model or of a part of it, without creating them."""
+    model = nnx.eval_shape(lambda: create_model(name, position=position))
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return f"{sum(math.prod(x.shape) for path, x in params if part is None or part in path):,}"
 
 
@@ -42,13 +42,15 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = command_parser("rope_jax.models", __doc__)
     parser.add_argument("pattern", nargs="?", default="*", help="of names, with *, ? and [...]")
-    parser.add_argument("--parameters", action="store_true", help="count them; a second a model")
-    asked = parser.parse_args(arguments)
-    names = list_models(asked.pattern)
+    parser.add_argument(
+        "--parameters", action="store_true", help="count parameters; one second per model"
+    )
+    args = parser.parse_args(arguments)
+    names = list_models(args.pattern)
     if not names:
-        parser.error(f"no model is called {asked.pattern!r}; without it, all are listed")
-    header, found = HEADER, rows(names)
-    if asked.parameters:
+        parser.error(f"no model is called {args.pattern!r}; without it, all are listed")
+    header, cells = HEADER, rows(names)
+    if args.parameters:
         header = (*header, "parameters")
-        found = [(*row, parameters(row[0])) for row in found]
-    print(format_table(header, found))
+        cells = [(*row, parameters(row[0])) for row in cells]
+    print(format_table(header, cells))

@@ -19,20 +19,20 @@ HEADER = ("scheme", "formula", "acts", "on another map", "source")
 
 def rows() -> list[tuple[str, ...]]:
     """Returns a row of `HEADER` for each scheme, sorted by name."""
-    found = []
+    table_rows = []
     for name, cls in sorted(SCHEMES.items()):
         text = f"{name}(ape)" if cls.wraps else name
-        paper = vars(cls).get("paper", "")  # a base's paper is not that of a scheme of your own
-        found.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], paper))
-    return found
+        paper = vars(cls).get("paper", "")  # not the paper of a base class
+        table_rows.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], paper))
+    return table_rows
 
 
 def markdown() -> str:
     """Returns the table as Markdown."""
-    return markdown_table(HEADER, [(f"`{name}`", *rest) for name, *rest in rows()])
+    return markdown_table(HEADER, [(f"`{name}`", *cells) for name, *cells in rows()])
 
 
-def parameters_of_scheme(model: str, position: str) -> str:
+def count_parameters(model: str, position: str) -> str:
     """Counts a scheme's trainable parameters in a model; "refused" if it is not defined there."""
     try:
         return parameters(model, position=position, part="position")
@@ -51,7 +51,7 @@ def listing(model: str | None = None) -> str:
     """
     lines = []
     for name, equation, acts, resolution, paper in rows():
-        counted = "" if model is None else f" ({parameters_of_scheme(model, name)} parameters)"
+        counted = "" if model is None else f" ({count_parameters(model, name)} parameters)"
         indented = functools.partial(textwrap.wrap, width=100, subsequent_indent=" " * 6)
         lines += indented(f"{name}{counted}: {acts}; on another map: {resolution}")
         lines += indented(equation, initial_indent=" " * 4)

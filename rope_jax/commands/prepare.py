@@ -4,9 +4,9 @@
     python -m rope_jax.data.prepare --source=imagenet --path=ARCHIVES --out=PACKED --side=256
 
 Sources are those of `rope_jax.data.load` that are read one image at a time. An interrupted run
-resumes; a split gets its final name once it is complete. Images that cannot be used are listed
-after all have been tried: repair them or add --bad_images=skip, and run the command again; the
-other files are kept. Train with `--config.data.source=packed --config.data.path=PACKED`.
+resumes; a split gets its final name once it is complete. Images that cannot be used are listed at
+the end: repair them or add --bad_images=skip, and run the command again; the other files are kept.
+Train with `--config.data.source=packed --config.data.path=PACKED`.
 
 Crops that need more pixels than are stored are upsampled: for evaluation at 256 pixels and above,
 pack the test split separately, with `--splits=test` and a larger --side, or 0 for the original
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     policy = "for images that cannot be used"
     add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
     add("--allow_empty", action="store_true", help="accept class folders without images")
-    number = "images in a file; 4096 are about a gigabyte"
+    number = "images per file; 4096 are about a gigabyte"
     add("--shard_images", type=Argument(Count), default=4096, help=number)
     options = vars(parser.parse_args(argv))
     kind, path, splits, out, allow_empty = (

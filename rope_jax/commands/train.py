@@ -30,7 +30,7 @@ import jax
 from flax import nnx
 
 from rope_jax.commands.arguments import Argument, add_switch, command_name, command_parser
-from rope_jax.commands.exits import ended_at_once, exit_statuses
+from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import (
     Config,
     ConfigError,
@@ -45,45 +45,47 @@ from rope_jax.names.options import Count, Range
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.processes import join, require_equal_devices
-from rope_jax.system.sharding import share, start_devices
+from rope_jax.system.sharding import process_shard, start_devices
 from rope_jax.training.setup import create
 
 _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
 
 
 def command() -> None:
-    """Trains or evaluates, as `sys.argv` says, and ends the process."""
+    """Trains or evaluates according to `sys.argv`, and ends the process."""
     with contextlib.suppress(RuntimeError, OSError):  # without a standard error
         faulthandler.enable()
-    asked, config = parse(None)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
-    with ended_at_once():
-        with exit_statuses(str(asked.workdir), distributed=asked.distributed):
+    args, config = parse(None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # stops at once until the run handles it
+    with exit_at_once():
+        with exit_statuses(str(args.workdir), distributed=args.distributed):
             keep_compiled()
-            if asked.distributed:
+            if args.distributed:
                 with blame("--distributed"):
-                    join(asked.heartbeat, asked.join_timeout)
-                if share()[0] > 0:  # the first process prints; all print warnings and errors
+                    join(args.heartbeat, args.join_timeout)
+                if (
+                    process_shard()[0] > 0
+                ):  # the first process prints; all print warnings and errors
                     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             with blame("JAX_PLATFORMS"):
                 start_devices()
             with blame("--distributed"):
                 require_equal_devices()
-            action = {"train": run.train, "evaluate": run.evaluate_newest}[asked.mode]
+            action = {"train": run.train, "evaluate": run.evaluate_newest}[args.mode]
             action(
                 config,
-                asked.workdir,
-                strict_restore=asked.strict_restore,
-                resume_override=items(asked.resume_override),
+                args.workdir,
+                strict_restore=args.strict_restore,
+                resume_override=items(args.resume_override),
             )
-            if asked.mode == "train" and (following := next_command(config, asked.workdir)):
-                print(f"try next: {following}")
-        if asked.distributed:
-            jax.distributed.shutdown()  # once all have come here
+            if args.mode == "train" and (suggestion := next_command(config, args.workdir)):
+                print(f"try next: {suggestion}")
+        if args.distributed:
+            jax.distributed.shutdown()  # after all processes have reached it
 
 
 def parse(words: list[str] | None) -> tuple[argparse.Namespace, Config]:
-    """The arguments of the command, and the config of the run."""
+    """Parses the arguments of the command, and resolves the config of the run."""
     parser = command_parser("rope_jax.main", __doc__, load_plugins=False)
     parser.epilog = (
         f"recipes that come with the package:\n    {', '.join(list_recipes())}\n\n"
@@ -129,16 +131,16 @@ def parse(words: list[str] | None) -> tuple[argparse.Namespace, Config]:
         default=120,
         help="seconds to wait for all processes to join",
     )
-    asked, settings = parser.parse_with_settings(words)
+    args, settings = parser.parse_with_settings(words)
     with parser.one_line_errors():
-        config = resolve(load_recipe(asked.config, settings))
-        return asked, dataclasses.replace(config, plugins=(*config.plugins, *asked.plugins))
+        config = resolve(load_recipe(args.config, settings))
+        return args, dataclasses.replace(config, plugins=(*config.plugins, *args.plugins))
 
 
 def next_command(config: Config, workdir: pathlib.Path) -> str | None:
-    """This command with another scheme, in a folder beside this one.
+    """This command with another scheme, in a folder next to this one.
 
-    None if there is no other, or if the run started from weights, which have their own scheme.
+    None if no other scheme is possible, or if the run started from weights, which fix the scheme.
     """
     if config.init_from is not None:
         return None

@@ -1,4 +1,4 @@
-"""Measures which kernels are fastest for a model on this GPU, and remembers them.
+"""Measures which kernels are fastest for a model on this GPU, and stores the choices.
 
     python -m rope_jax.tune --model=swin_t --position=axial_rope --batch=128 --train
 
@@ -29,21 +29,21 @@ from rope_jax_kernels.tuning.measure import nothing_to_tune, on_one_device
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints the table, and saves the choices."""
     parser = make_parser()
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     with parser.one_line_errors():
-        calls = calls_of_model(asked)
+        calls = trace_calls(args)
         if reason := nothing_to_tune():
             print(reason)
             return
-        choices = tune(calls, seconds=asked.seconds)
+        choices = tune(calls, seconds=args.seconds)
         print(table(choices))
-        if asked.out is None:
+        if args.out is None:
             try:
                 path = choices.remember()
             except RuntimeError as error:  # a user without a home folder
-                raise ConfigError(f"{error}: name a file by --out") from error
+                raise ConfigError(f"{error}: name a file with --out") from error
         else:
-            path = asked.out
+            path = args.out
             write_file(path, choices.to_json())
         print(f"\nchoices: {path}")
 
@@ -65,24 +65,24 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def calls_of_model(asked: argparse.Namespace) -> list[Call]:
-    """The calls of kernels in one step of the model on one GPU, traced with shapes only."""
+def trace_calls(args: argparse.Namespace) -> list[Call]:
+    """Traces the kernel calls in one step of the model on one GPU, with shapes only."""
     with blame("--model, --position, --options or --resolution"):
-        size = image_pair(asked.resolution or find_model(asked.model).image_size)
-        options = {"dtype": jnp.dtype(asked.dtype), **model_overrides(asked.options)}
+        size = image_pair(args.resolution or find_model(args.model).image_size)
+        options = {"dtype": jnp.dtype(args.dtype), **model_overrides(args.options)}
 
         def create() -> nnx.Module:
-            return create_model(asked.model, position=asked.position, image_size=size, **options)
+            return create_model(args.model, position=args.position, image_size=size, **options)
 
         graph, params, rest = nnx.split(nnx.eval_shape(create), nnx.Param, ...)
 
     def loss(params: nnx.State, rest: nnx.State, images: jax.Array) -> jax.Array:
-        key = jax.random.key(0) if asked.train else None
-        logits = nnx.merge(graph, params, rest)(images, train=asked.train, key=key)
+        key = jax.random.key(0) if args.train else None
+        logits = nnx.merge(graph, params, rest)(images, train=args.train, key=key)
         return logits.astype(jnp.float32).sum()
 
-    step: Callable = jax.grad(loss) if asked.train else loss
-    images = jax.ShapeDtypeStruct((asked.batch, *size, 3), jnp.float32)
+    step: Callable = jax.grad(loss) if args.train else loss
+    images = jax.ShapeDtypeStruct((args.batch, *size, 3), jnp.float32)
     with record() as calls, on_one_device():
         jax.eval_shape(step, params, rest, images)
     return calls

@@ -10,14 +10,21 @@ from typing import Any
 
 import ml_collections
 
-from rope_jax.config.resolve import ConfigError, blame, converted, setting, setting_called, settings
+from rope_jax.config.resolve import (
+    ConfigError,
+    blame,
+    convert_setting,
+    setting,
+    setting_called,
+    settings,
+)
 from rope_jax.names.notation import assignments, literal
 from rope_jax.names.options import read
 from rope_jax.names.text import closest, find_line, nearest
 
 
 def _folder() -> pathlib.Path:
-    """The folder of the recipes: inside an installed package, beside it in a clone."""
+    """The folder of the recipes: inside an installed package, next to the package in a clone."""
     package = pathlib.Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -46,15 +53,15 @@ def recipe_path(text: str) -> str:
         ValueError: there is no such file or recipe.
     """
     name, colon, arguments = text.partition(":")
-    known = list_recipes()
-    if name in known:
+    names = list_recipes()
+    if name in names:
         return f"{_folder() / name}.py{colon}{arguments}"
     if pathlib.Path(name).is_file():
         return text
-    raise ValueError(f"--config={name} is not a recipe; {closest(name, known)}, or a file")
+    raise ValueError(f"--config={name} is not a recipe; {closest(name, names)}, or a file")
 
 
-def with_arguments(text: str, **given: Any) -> str:
+def with_arguments(text: str, **replacements: Any) -> str:
     """A recipe with other arguments.
 
     >>> with_arguments("digits:epochs=3,position=ape", position="none")
@@ -62,14 +69,14 @@ def with_arguments(text: str, **given: Any) -> str:
 
     Args:
         text: as for `recipe_path`.
-        **given: arguments that are added or replaced.
+        **replacements: arguments that are added or replaced.
 
     Raises:
         ValueError: the arguments are not of the form key=value.
     """
     recipe, _, arguments = text.partition(":")
-    found = assignments(arguments, "recipe argument") | given
-    return f"{recipe}:{','.join(f'{key}={value}' for key, value in found.items())}"
+    merged = assignments(arguments, "recipe argument") | replacements
+    return f"{recipe}:{','.join(f'{key}={value}' for key, value in merged.items())}"
 
 
 def load_recipe(text: str, changes: Mapping[str, Any] = {}) -> ml_collections.ConfigDict:
@@ -83,7 +90,7 @@ def load_recipe(text: str, changes: Mapping[str, Any] = {}) -> ml_collections.Co
         changes: values in place of the recipe's, by setting.
 
     Raises:
-        ConfigError: there is no such recipe, it has no such argument, or it is wrong itself.
+        ConfigError: there is no such recipe, it has no such argument, or it raises an error.
     """
     with blame("--config"):
         path, *arguments = recipe_path(text).split(":", 1)
@@ -117,13 +124,13 @@ def read_settings(words: Iterable[str]) -> dict[str, Any]:
     {'eval.resolutions': (6, 8, 12)}
 
     Args:
-        words: `--config.a.b=value` or two words, `--config.flag` and `--noconfig.flag`. Tuples of
-            a setting that is given several times are joined; of other values the last one counts.
+        words: `--config.a.b=value` or two words, `--config.flag` and `--noconfig.flag`. If a
+            setting is repeated, tuples are joined; otherwise the last value counts.
 
     Raises:
-        ConfigError: another word, no such setting, or a value that it may not have.
+        ConfigError: an unexpected word, an unknown setting, or a value that is not allowed.
     """
-    found, words = {}, iter(words)
+    values, words = {}, iter(words)
     for word in words:
         flag = re.fullmatch(r"--(no)?config\.([^=]*)(?:=(.*))?", word, re.DOTALL)
         if flag is None:
@@ -136,8 +143,8 @@ def read_settings(words: Iterable[str]) -> dict[str, Any]:
             text = str(not negated) if kind is bool else next(words, "")
         if typing.get_origin(kind) is tuple:
             value = literal(text)
-            value = found.get(name, ()) + (value if isinstance(value, tuple) else (value,))
-            found[name] = converted(value, name)
+            value = values.get(name, ()) + (value if isinstance(value, tuple) else (value,))
+            values[name] = convert_setting(value, name)
         else:
-            found[name] = converted(text, name, read)
-    return found
+            values[name] = convert_setting(text, name, read)
+    return values

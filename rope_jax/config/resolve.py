@@ -23,7 +23,7 @@ from rope_jax.names.options import convert, describe, read
 from rope_jax.names.text import closest
 from rope_jax.system.files import SaveFailed
 
-# Arguments of `create_model` that other settings give.
+# Arguments of `create_model` that other settings determine.
 _NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
 
 
@@ -32,7 +32,7 @@ class ConfigError(Exception):
 
 
 def in_one_line(error: Exception) -> str:
-    """The message of a command without settings: it names those of a run, but not as its flags.
+    """Message of an error for commands without --config flags: names settings, but not as flags.
 
     >>> in_one_line(ConfigError("path 'x' does not exist [--config.data]"))
     "path 'x' does not exist [data of the run's config]"
@@ -43,17 +43,17 @@ def in_one_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns an error of a value, a file, a module or its size into a ConfigError of the flag.
+    """Turns an error of a value, a file, a module or its size into a ConfigError for the flag.
 
-    A file that could not be written is no mistake of a flag, and stays a SaveFailed.
+    A SaveFailed is not changed: it is not the flag's fault that a file could not be written.
     """
     try:
         yield
     except SaveFailed:
         raise
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RecursionError) as error:
-        what = str(error) or type(error).__name__  # a MemoryError may have no text
-        raise ConfigError(f"{what} [{flag}]") from error
+        reason = str(error) or type(error).__name__  # a MemoryError may have no text
+        raise ConfigError(f"{reason} [{flag}]") from error
 
 
 def default() -> ml_collections.ConfigDict:
@@ -92,7 +92,7 @@ def recipe_arguments(
 
     Args:
         text: comma-separated key=value; commas inside parentheses belong to the value.
-        words: the allowed words of arguments that have a few.
+        words: the allowed values of arguments that have a fixed choice.
         **defaults: the recipe's arguments; a value must have its default's type (text for None).
 
     Raises:
@@ -100,8 +100,8 @@ def recipe_arguments(
     """
     arguments = ml_collections.ConfigDict(defaults)
     with blame("recipe argument"):
-        given = assignments(text or "", "recipe argument")
-    for key, value in given.items():
+        texts = assignments(text or "", "recipe argument")
+    for key, value in texts.items():
         if key not in defaults:
             hint = setting_called(key)
             setting = f"; for the setting, {hint}" if hint else ""
@@ -129,15 +129,15 @@ def with_options(position: str, name: str, **options: Value) -> str:
         ConfigError: `position` does not follow the notation.
     """
 
-    def completed(call: Call) -> Call:
-        inner = tuple(tuple(map(completed, calls)) for calls in call.inner)
-        given = dict(call.options)
-        missing = {key: value for key, value in options.items() if key not in given}
-        own = given | missing if call.name == name else given
-        return Call(call.name, inner, tuple(own.items()))
+    def complete(call: Call) -> Call:
+        inner = tuple(tuple(map(complete, calls)) for calls in call.inner)
+        written = dict(call.options)
+        missing = {key: value for key, value in options.items() if key not in written}
+        merged = written | missing if call.name == name else written
+        return Call(call.name, inner, tuple(merged.items()))
 
     with blame("recipe argument position"):
-        return "+".join(str(completed(call)) for call in parse(position, "position"))
+        return "+".join(str(complete(call)) for call in parse(position, "position"))
 
 
 def model_overrides(options: str) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def model_overrides(options: str) -> dict[str, Any]:
     {'depth': 6, 'attention': 'global'}
     """
     with blame("--config.model.options"):
-        found = assignments(options, "option")
-    if own := sorted(_NOT_OPTIONS & found.keys()):
+        overrides = assignments(options, "option")
+    if reserved := sorted(_NOT_OPTIONS & overrides.keys()):
         raise ConfigError(
-            f"--config.model.options: {own[0]} is a setting of its own, not an option"
+            f"--config.model.options: {reserved[0]} is a setting of its own, not an option"
         )
-    return {key: literal(value) for key, value in found.items()}
+    return {key: literal(value) for key, value in overrides.items()}
 
 
 def resolve(raw: Any) -> Config:
@@ -175,16 +175,16 @@ def resolve(raw: Any) -> Config:
 
 
 def resolve_stored(raw: Any, where: object = "config.json") -> Config:
-    """`resolve` for a `config.json` or a checkpoint, which may name settings that are gone.
+    """Resolves a config from `config.json` or a checkpoint, which may have removed settings.
 
-    Devices of a CPU are set by JAX_NUM_CPU_DEVICES today.
+    JAX_NUM_CPU_DEVICES has replaced `mesh.cpu_devices`.
 
     >>> resolve_stored({"mesh": {"fsdp": 2, "cpu_devices": 1}}).mesh
     MeshConfig(fsdp=2)
 
     Args:
         raw: the stored value.
-        where: what holds it, for error messages.
+        where: its location, for error messages.
 
     Raises:
         ConfigError: they are not settings of this version.
@@ -203,15 +203,15 @@ def resolve_stored(raw: Any, where: object = "config.json") -> Config:
 
 def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
     if not isinstance(raw, dict):
-        of = f" (--config.{prefix.rstrip('.')})" if prefix else ""
-        raise ConfigError(f"{raw!r:.100}{of} holds no settings by name")
+        section = f" (--config.{prefix.rstrip('.')})" if prefix else ""
+        raise ConfigError(f"{raw!r:.100}{section} holds no settings by name")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
         if key in fields and dataclasses.is_dataclass(fields[key].type):
             values[key] = _resolve_section(fields[key].type, value, f"{key}.")
         else:
-            values[key] = converted(value, f"{prefix}{key}")
+            values[key] = convert_setting(value, f"{prefix}{key}")
     return cls(**values)
 
 
@@ -219,20 +219,20 @@ def setting(name: str) -> dataclasses.Field:
     """The declaration of a setting, "optim.b1"; raises ConfigError if there is none."""
     if name not in settings():
         section, _, key = name.rpartition(".")
-        split = [one.rpartition(".") for one in settings()]
-        known = [own for inside, _, own in split if inside == section]
-        hint = closest(key, known) if known else "--config.help lists all"
+        split = [other.rpartition(".") for other in settings()]
+        siblings = [sibling for inside, _, sibling in split if inside == section]
+        hint = closest(key, siblings) if siblings else "--config.help lists all"
         raise ConfigError(f"--config.{name} is not a setting; {setting_called(key) or hint}")
     return settings()[name]
 
 
-def converted(value: Any, name: str, using: Callable = convert) -> Any:
+def convert_setting(value: Any, name: str, using: Callable = convert) -> Any:
     """The value of a setting as its type, by `convert` or `read`; raises ConfigError."""
-    about = setting(name)
+    field = setting(name)
     try:
-        return using(value, about.type, f"--config.{name}")
+        return using(value, field.type, f"--config.{name}")
     except ValueError as error:
-        raise ConfigError(": ".join(filter(None, [str(error), about.metadata["hint"]]))) from None
+        raise ConfigError(": ".join(filter(None, [str(error), field.metadata["hint"]]))) from None
 
 
 _ELSEWHERE = {  # names of settings in other libraries -> here
@@ -261,16 +261,16 @@ _ELSEWHERE = {  # names of settings in other libraries -> here
 
 
 def setting_called(name: str) -> str | None:
-    """A hint for a setting that is elsewhere, or has another name in other libraries.
+    """A hint for a setting in another section, or with another name in other libraries.
 
     >>> setting_called("img-size"), setting_called("momentun")
     ('use --config.data.image_size', None)
     """
     name = name.replace("-", "_")
-    here = [known for known in settings() if known.rpartition(".")[2] == name]
+    here = [full_name for full_name in settings() if full_name.rpartition(".")[2] == name]
     elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
-    found = sorted(here, key=lambda known: known.count(".")) or elsewhere
-    return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
+    options = sorted(here, key=lambda full_name: full_name.count(".")) or elsewhere
+    return f"use {' or '.join(f'--config.{option}' for option in options)}" if options else None
 
 
 def _check_combinations(config: Config) -> None:
@@ -325,13 +325,13 @@ def _check_combinations(config: Config) -> None:
 
 def settings() -> dict[str, dataclasses.Field]:
     """Every setting by name, those of sections as "section.field"."""
-    found = {}
+    fields = {}
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(field.type):
-            found |= {f"{field.name}.{f.name}": f for f in dataclasses.fields(field.type)}
+            fields |= {f"{field.name}.{f.name}": f for f in dataclasses.fields(field.type)}
         else:
-            found[field.name] = field
-    return found
+            fields[field.name] = field
+    return fields
 
 
 def settings_help(width: int = 100) -> str:
@@ -363,7 +363,7 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
-def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:
+def differences(stored: Config, requested: Config, allowed: Sequence[str] = ()) -> list[str]:
     """The settings that differ and that a resumed run may not change.
 
     >>> differences(Config(), resolve({"seed": 1, "log_every": 5}))
@@ -373,15 +373,15 @@ def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> 
 
     Args:
         stored: config of the run so far.
-        wanted: config to resume with.
-        allowed: settings that may differ nevertheless.
+        requested: config to resume with.
+        allowed: other settings that may differ.
 
     Returns:
         One line for each: "model.position: 'ape' -> 'rope2d'".
     """
     lines = []
     for name, field in settings().items():
-        before, after = map(operator.attrgetter(name), (stored, wanted))
+        before, after = map(operator.attrgetter(name), (stored, requested))
         if before != after and not field.metadata["resumable"] and name not in allowed:
             lines.append(f"{name}: {before!r} -> {after!r}")
     return lines

@@ -19,7 +19,7 @@ from rope_jax.names.options import (
 )
 from rope_jax.names.text import image_pair
 
-# Images of a batch, copies of an image: the bound is beyond any use, and safe to compute with.
+# Images of a batch, or copies of an image: the bound exceeds any use, and is safe in arithmetic.
 _Images = Annotated[int, Range(low=1, high=2**24)]
 _Pixels = Words("a number of pixels or a pair (height, width)")
 Size = Annotated[Count | tuple[Count, Count], _Pixels]
@@ -29,13 +29,13 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _setting(default: Any, help: str, *, hint: str = "", resumable: bool = False) -> Any:
-    """A setting. Its annotation says what is allowed.
+    """Declares a setting, whose annotation defines the allowed values.
 
     Args:
-        default: its value where none is given.
+        default: its value if none is given.
         help: its meaning.
         hint: added to the error for any other value.
-        resumable: whether a resumed run may change it. Such settings do not affect the results of a
+        resumable: True if a resumed run may change it. Such settings do not affect the results of a
             run; changing any other needs --resume_override.
     """
     metadata = {"help": help, "hint": hint, "resumable": resumable}
@@ -78,11 +78,11 @@ class DataConfig:
     )
     canvases: tuple[Size, ...] = _setting(
         (),
-        "images with boxes that differ in size: pixels, int or (height, width), that the images of "
-        "a batch are padded to, the smallest that holds them; none for data.image_size alone",
+        "images with boxes that differ in size: pixels, int or (height, width); a batch is padded "
+        "to the smallest of these sizes that holds its images; none for data.image_size alone",
     )
     max_boxes: Annotated[int, Range(low=1, high=10_000)] = _setting(
-        100, "images with boxes: room for so many in each image of a batch"
+        100, "images with boxes: largest number in an image of a batch"
     )
     mean: tuple[Probability, Probability, Probability] = _setting(
         (0.5, 0.5, 0.5),
@@ -99,8 +99,8 @@ class DataConfig:
     )
     repeats: _Images = _setting(
         1,
-        "copies of each image in a row, each augmented anew (repeated augmentation); an epoch "
-        "keeps its number of steps",
+        "copies of each image in a row, each augmented separately (repeated augmentation); an "
+        "epoch keeps its number of steps",
     )
     bad_images: Literal["error", "skip"] = _setting(
         "error",
@@ -114,8 +114,8 @@ class DataConfig:
     )
     workers: CountOrZero | None = _setting(
         None,
-        "processes that decode images (needs the extra `data`); None for as many as there are "
-        "cores, 0 for the main process alone",
+        "processes that decode images (needs the extra `data`); None for one per core, 0 for the "
+        "main process alone",
         resumable=True,
     )
     on_device: bool = _setting(
@@ -140,7 +140,7 @@ class MixConfig:
     )
     groups: Count = _setting(
         1,
-        "equal parts of a batch, each mixed with itself by a draw of its own; official runs have "
+        "equal parts of a batch, each mixed within itself with a separate draw; official runs have "
         "one per GPU, here the number of devices does not matter",
     )
     off_epoch: NotNegative | None = _setting(None, "epoch after which nothing is mixed")
@@ -158,8 +158,9 @@ class OptimConfig:
     min_learning_rate: NotNegative = _setting(1e-5, "learning rate at the end")
     schedule: Literal["cosine", "constant", "poly", "step"] = _setting(
         "cosine",
-        "learning rate after the warmup; poly: a power of the rest of the run; step: a tenth from "
-        "each of `milestones` on. The warmup of these two is a factor on the rate, as in mmcv",
+        "learning rate after the warmup; poly: a power of the remaining fraction of the run; step: "
+        "a tenth from each of `milestones` on. The warmup of these two is a factor on the rate, as "
+        "in mmcv",
     )
     power: Positive = _setting(0.9, "of the schedule poly")
     milestones: tuple[Positive, ...] = _setting(
@@ -189,16 +190,16 @@ class OptimConfig:
     weight_decay: NotNegative = _setting(0.05, "of all parameters that `exempt` does not exempt")
     exempt: Literal["declared", "norms", "vectors", "nothing"] = _setting(
         "declared",
-        "what is not decayed. declared: biases, norms, and what models and schemes declare "
-        "(positions, class tokens); norms: the same without biases of layers (detectron2); "
-        "vectors: biases and norms only; nothing: everything is decayed",
+        "parameters without decay. declared: biases, norms, and those that models and schemes "
+        "declare (positions, class tokens); norms: as declared, except biases of layers "
+        "(detectron2); vectors: biases and norms only; nothing: everything is decayed",
     )
     layer_decay: Share = _setting(
         1.0, "factor on the learning rate from each block to the one below"
     )
     backbone_rate: NotNegative = _setting(
         1.0,
-        "dense prediction: factor on the learning rate of all before the head, backbone and neck",
+        "dense prediction: factor on the learning rate of everything before the head",
     )
     last_norm: Literal["head", "block"] = _setting(
         "head",
@@ -227,7 +228,7 @@ class EvalConfig:
     frame: str = _setting(
         "centre",
         "crop of images that are read one at a time: centre(crop=0.875,interpolation=bicubic), "
-        "with the share of the resized image that is kept, or stretch(interpolation=bilinear); of "
+        "with the fraction of the resized image to keep, or stretch(interpolation=bilinear); of "
         "images with boxes fit(short=800,long=1333)",
         resumable=True,
     )
@@ -238,13 +239,13 @@ class EvalConfig:
     )
     scale_windows: bool = _setting(
         False,
-        "Swin: evaluate with windows of a thirty-second of the image (Heo et al.), not with those "
-        "of training and padded maps",
+        "Swin: evaluate with windows of a thirty-second of the image (Heo et al.), not with the "
+        "training windows and padded maps",
         resumable=True,
     )
     extend: str | None = _setting(
         None,
-        "rotary schemes: the rule at sizes other than that of training, none, extrapolate, "
+        "rotary schemes: the rule at other sizes than the training resolution: none, extrapolate, "
         "interpolate, ntk or yarn(alpha=1,beta=32), see rope_jax.positions.extension; None for "
         "the scheme's own",
         resumable=True,
@@ -312,7 +313,7 @@ class Config:
     kernels: Literal["tuned", "default", "xla", "cudnn", "triton", "mosaic"] = _setting(
         "tuned",
         "implementations of attention and rotation: measured at the start on a GPU and kept in "
-        "the workdir; the built-in preferences; or one wherever it serves",
+        "the workdir; the built-in preferences; or one of them wherever it supports the call",
     )
     loss: Literal["softmax", "binary"] = _setting(
         "softmax",
@@ -320,8 +321,8 @@ class Config:
     )
     loss_pixels: Literal["all", "valid"] = _setting(
         "all",
-        "segmentation: what the sum of the loss over pixels with a class is divided by, the number "
-        "of all pixels (mmsegmentation) or of those with a class (valid, Segmenter)",
+        "segmentation: divisor of the sum of the loss over pixels with a class: the number of all "
+        "pixels (mmsegmentation) or of those with a class (valid, Segmenter)",
     )
     label_smoothing: Rate = _setting(0.0, "label smoothing of the targets")
     ema_decay: Rate | None = _setting(
@@ -331,7 +332,7 @@ class Config:
         None,
         "weights to start from: released (those of the authors) or released:TAG, workdir of "
         "a run, .safetensors, .npz or .pth file, hub id; position tables are resized, a head for "
-        "another number of classes stays new",
+        "another number of classes is new",
     )
     log_every: Count = _setting(50, "steps between lines of metrics", resumable=True)
     checkpoint_every: Count = _setting(
@@ -371,5 +372,5 @@ class Config:
 
     @property
     def averaged(self) -> bool:
-        """Whether the moving average of the weights is evaluated."""
+        """True if the moving average of the weights is evaluated."""
         return self.ema_decay is not None and self.eval.ema

@@ -1,4 +1,4 @@
-"""The next batch, made in a thread while one is in use."""
+"""Prefetching: the next batch is made in a thread while one is in use."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from rope_jax.data.workers import Batch
 from rope_jax.system.files import warn
 
 Waiting = Callable[[int], None]
-_SAY_EVERY = 60  # seconds
+_WARN_EVERY = 60  # seconds
 _PATIENCE = 5.0  # seconds to wait for an end
 
 
@@ -18,24 +18,29 @@ class Ahead(Iterator[Batch]):
     """Takes the next batch from an iterator in a thread while one is in use."""
 
     def __init__(
-        self, made: Iterator[Batch], about: str, waiting: Waiting, crew: Sequence[BaseProcess] = ()
+        self,
+        batches: Iterator[Batch],
+        source_name: str,
+        waiting: Waiting,
+        crew: Sequence[BaseProcess] = (),
     ):
         """Starts with the first batch.
 
         Args:
-            made: the batches, of a generator.
-            about: what is read, for warnings.
+            batches: the batches, of a generator.
+            source_name: name of the source, for warnings.
             waiting: called once a second while a batch is awaited, with the seconds so far.
             crew: processes that make the batches, to be killed if they do not end.
         """
-        self._made, self._about, self._waiting, self._crew = made, about, waiting, crew
+        self._batches, self._source_name = batches, source_name
+        self._waiting, self._crew = waiting, crew
         self._closed = False
         self._start()
 
     def _start(self) -> None:
         self._next: Future[Batch] = Future()
-        # Daemons: a program must be able to end while a file system does not answer.
-        Thread(target=_take, args=(self._made, self._next), daemon=True).start()
+        # Daemons: a program must be able to end while a file system does not respond.
+        Thread(target=_take, args=(self._batches, self._next), daemon=True).start()
 
     def __next__(self) -> Batch:
         if self._closed:
@@ -43,8 +48,8 @@ class Ahead(Iterator[Batch]):
         for seconds in itertools.count(1):
             if wait([self._next], timeout=1.0).done:
                 break
-            if seconds % _SAY_EVERY == 0:
-                warn(f"WARNING: {seconds} s without a batch: waiting for {self._about}")
+            if seconds % _WARN_EVERY == 0:
+                warn(f"WARNING: {seconds} s without a batch: waiting for {self._source_name}")
             self._waiting(seconds)
         batch = self._next.result()
         self._start()
@@ -53,7 +58,7 @@ class Ahead(Iterator[Batch]):
     def close(self) -> None:
         """Ends the iterator after the current batch, if that is ready soon."""
         self._closed = True
-        closing = Thread(target=_close, args=(self._made, self._next), daemon=True)
+        closing = Thread(target=_close, args=(self._batches, self._next), daemon=True)
         closing.start()
         closing.join(_PATIENCE)
         if closing.is_alive():  # even stopped workers can be killed, which ends their batch
@@ -62,13 +67,13 @@ class Ahead(Iterator[Batch]):
             closing.join(_PATIENCE)
 
 
-def _take(made: Iterator[Batch], future: Future[Batch]) -> None:
+def _take(batches: Iterator[Batch], future: Future[Batch]) -> None:
     try:
-        future.set_result(next(made))
+        future.set_result(next(batches))
     except BaseException as error:  # raised where the batch is awaited
         future.set_exception(error)
 
 
-def _close(made: Iterator[Batch], future: Future[Batch]) -> None:
+def _close(batches: Iterator[Batch], future: Future[Batch]) -> None:
     wait([future])
-    made.close()
+    batches.close()

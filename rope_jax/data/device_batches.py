@@ -46,7 +46,10 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         epochs, indices = self._make.part(self._step)
         self._step += 1
         size = self._make.images.size
-        drawn = [_packed(one, size, draws) for one, draws in self._make.draws(epochs, indices)]
+        drawn = [
+            _pack_draws(augmentation, size, draws)
+            for augmentation, draws in self._make.draws(epochs, indices)
+        ]
         draws = np.array(drawn, np.uint64).reshape(len(drawn), len(indices)).T
         words = np.stack([draws >> np.uint64(32), draws & np.uint64(0xFFFFFFFF)], axis=-1)
         return {
@@ -67,30 +70,32 @@ def loader_on_device(augment: str, images: Images | Streamed) -> tuple[Augmentat
     """
     if not images.in_memory or images.labels_kind.ragged:
         raise ValueError(
-            f"on_device=True is for sets in memory without boxes, and {images.name} is none: "
+            f"on_device=True is for sets in memory without boxes, and {images.name} is not one: "
             "set it to False"
         )
     augmentations = parse_loader(augment)
-    for one in augmentations:
-        crop = one.entry.stage == CROP
-        if one.entry.on_device is None or (crop and images.labels_kind.placed):
-            known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
+    for augmentation in augmentations:
+        crop = augmentation.entry.stage == CROP
+        if augmentation.entry.on_device is None or (crop and images.labels_kind.placed):
+            supported = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
             raise ValueError(
-                f"on_device=True goes with {known} and what the step does, not with {one.name} "
-                f"of {images.labels_of}: set it to False"
+                f"on_device=True supports {supported} and augmentations of the step, not "
+                f"{augmentation.name} of {images.labels_of}: set it to False"
             )
-        _packed(one, images.size, np.zeros(1, np.uint64))  # its options may be unsupported
+        _pack_draws(
+            augmentation, images.size, np.zeros(1, np.uint64)
+        )  # its options may be unsupported
     return augmentations
 
 
-def _packed(
-    one: Augmentation, size: tuple[int, int], draws: UInt64[np.ndarray, " b"]
+def _pack_draws(
+    augmentation: Augmentation, size: tuple[int, int], draws: UInt64[np.ndarray, " b"]
 ) -> UInt64[np.ndarray, " b"]:
-    """The draws, or for a crop its packed boxes."""
-    if one.entry.stage != CROP:
+    """Returns the draws, or the packed boxes of a crop."""
+    if augmentation.entry.stage != CROP:
         return draws
     height, width = size
-    boxes = [pack(one(width, height, size, draw)) for draw in draws.tolist()]
+    boxes = [pack(augmentation(width, height, size, draw)) for draw in draws.tolist()]
     return np.array(boxes, np.uint64)
 
 
@@ -113,10 +118,12 @@ def take(
     """
     examples = batch["index"] % len(labels)
     pixels, label = images[examples], labels[examples]
-    for number, one in enumerate(parse_loader(augment)):
-        function = jax.vmap(functools.partial(one.entry.on_device, **dict(one.options)))
+    for number, augmentation in enumerate(parse_loader(augment)):
+        function = jax.vmap(
+            functools.partial(augmentation.entry.on_device, **dict(augmentation.options))
+        )
         draws = batch["draws"][:, number]
         pixels = function(pixels, draws)
         if label.ndim == 3:  # of pixels
-            label = one.moved_labels(function, label, draws)
+            label = augmentation.move_labels(function, label, draws)
     return {"image": pixels, "label": label, "epoch": batch["epoch"], "index": batch["index"]}

@@ -35,20 +35,20 @@ def epoch_draws(seed: int, epoch: int, count: int, stream: str) -> UInt64[np.nda
     Raises:
         ValueError: for a seed out of range.
     """
-    return _epochs_of(seed, count)(epoch, stream)
+    return _cached_draws(seed, count)(epoch, stream)
 
 
 @functools.lru_cache(maxsize=64)
-def _epochs_of(seed: int, count: int) -> Callable[[int, str], UInt64[np.ndarray, " count"]]:
+def _cached_draws(seed: int, count: int) -> Callable[[int, str], UInt64[np.ndarray, " count"]]:
     """`epoch_draws` of a seed, with a cache for a few streams of the last two epochs."""
 
     @functools.lru_cache(maxsize=16)
-    def draws_of(epoch: int, stream: str) -> np.ndarray:
+    def draw_epoch(epoch: int, stream: str) -> np.ndarray:
         draws = _generator(seed, epoch, stream).random_raw(count)
         draws.setflags(write=False)
         return draws
 
-    return draws_of
+    return draw_epoch
 
 
 def example_draws(
@@ -82,8 +82,8 @@ def example_draws(
             draws[k] = generator.random_raw(4)[place]
         return draws
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        draws[here] = epoch_draws(seed, epoch, count, stream)[examples[here]]
+        in_epoch = epochs == epoch
+        draws[in_epoch] = epoch_draws(seed, epoch, count, stream)[examples[in_epoch]]
     return draws
 
 
@@ -104,6 +104,6 @@ def uniform(draw: int) -> Iterator[float]:
         yield ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
 
 
-def scaled(draws: UInt64[np.ndarray, " B"], count: int) -> Int[np.ndarray, " B"]:
+def scale_draws(draws: UInt64[np.ndarray, " B"], count: int) -> Int[np.ndarray, " B"]:
     """Integers 0 to count - 1 from 32-bit numbers, without a division."""
     return (draws * np.uint64(count) >> np.uint64(32)).astype(np.int64)

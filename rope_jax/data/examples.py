@@ -27,7 +27,7 @@ from rope_jax.system.files import warn
 
 BAD_IMAGES = ("error", "skip")
 MAX_BOXES = 100  # of an image, by default
-_BAD_SHARE = 1000  # one image in 1,000 may be skipped
+_SKIP_ONE_IN = 1000  # one image in 1,000 may be skipped
 _TOGETHER = 64  # consecutive batches among which portrait and landscape images are divided
 Size = tuple[int, int]  # height, width
 Ids = tuple[Int64[np.ndarray, "*b"], Int64[np.ndarray, "*b"]]  # epochs and indices of examples
@@ -68,16 +68,16 @@ class Training:
         canvas = images.size if images.one_size else self.canvas(step)
         bad: list[int] = []
         examples = zip((indices % count).tolist(), crop_draws.tolist(), strict=True)
-        rows = [self._usable(example, crop, draw, canvas, bad) for example, draw in examples]
+        rows = [self._read_usable(example, crop, draw, canvas, bad) for example, draw in examples]
         if images.labels_kind.ragged or (crop is not None and crop.entry.joint is not None):
             parts = []  # sizes or numbers of labels differ
             for k, row in enumerate(rows):
-                own = [(one, draws[k : k + 1]) for one, draws in others]
-                part = self._changed(_stacked([row]), own)
-                parts.append(_padded(part, images, canvas, self.max_boxes))
+                row_draws = [(augmentation, draws[k : k + 1]) for augmentation, draws in others]
+                part = self._augment(_stack([row]), row_draws)
+                parts.append(_pad(part, images, canvas, self.max_boxes))
             batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         else:
-            batch = self._changed(_stacked(rows), others)
+            batch = self._augment(_stack(rows), others)
         return batch | {
             "epoch": epochs.astype(np.int32),
             "index": indices.astype(np.int32),
@@ -88,10 +88,9 @@ class Training:
         """Epochs and indices of the batch of a step, of all shards: see `batch_examples`.
 
         Where images differ in size, those of a batch are all portrait or all landscape after the
-        crop, except in one batch of each block of 64: so canvases are small. A block has the images
-        that it would have without, landscape ones before portrait ones in the order of the stream;
-        then its batches are shuffled. detectron2 does so with the images of each GPU, by their size
-        before the crop.
+        crop, except in one batch of each block of 64. This keeps canvases small. The images of a
+        block are sorted, landscape before portrait and in the order of the stream, and its batches
+        are then shuffled. detectron2 groups the images of each GPU, by their size before the crop.
         """
         if self.images.one_size:
             return self.in_order(step)
@@ -114,8 +113,8 @@ class Training:
         """This shard's part of `ids`."""
         epochs, indices = self.ids(step)
         size = self.batch_size // self.shard[1]
-        own = slice(self.shard[0] * size, (self.shard[0] + 1) * size)
-        return epochs[own], indices[own]
+        shard = slice(self.shard[0] * size, (self.shard[0] + 1) * size)
+        return epochs[shard], indices[shard]
 
     def in_order(self, step: int) -> Ids:
         """`batch_examples` of this stream."""
@@ -136,8 +135,11 @@ class Training:
         """The augmentations with their draws for some examples (`rope_jax.data.draws`)."""
         total = len(self.images.labels) * self.repeats
         return [
-            (one, example_draws(self.seed, epochs, indices, total, f"{number} {one.name}"))
-            for number, one in enumerate(self.augmentations)
+            (
+                augmentation,
+                example_draws(self.seed, epochs, indices, total, f"{number} {augmentation.name}"),
+            )
+            for number, augmentation in enumerate(self.augmentations)
         ]
 
     def _crop_first(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
@@ -147,10 +149,10 @@ class Training:
             return drawn
         return [(None, np.zeros(len(indices), np.uint64)), *drawn]
 
-    def _usable(
+    def _read_usable(
         self, example: int, crop: Augmentation | None, draw: int, canvas: Size, bad: list[int]
     ) -> Batch:
-        """An example, or the next that can be used and fits the canvas; `bad` gets the others."""
+        """Reads an example, or the next usable one that fits the canvas; adds others to `bad`."""
         images, count = self.images, len(self.images.labels)
         while True:
             try:
@@ -159,18 +161,18 @@ class Training:
                 if self.bad_images == "error":
                     raise
             bad.append(example)
-            if len(bad) > allowed(count) + 1:
+            if len(bad) > max_skipped(count) + 1:
                 raise too_many(bad, count)
             fits = False
             while not fits:
                 example = (example + 1) % count
-                one = (np.array([example]), crop, np.array([draw], np.uint64))
-                fits = images.one_size or (images.extents(*one) <= canvas).all()
+                arguments = (np.array([example]), crop, np.array([draw], np.uint64))
+                fits = images.one_size or (images.extents(*arguments) <= canvas).all()
 
-    def _changed(self, batch: Batch, drawn: Sequence[Drawn]) -> Batch:
-        """A batch after the augmentations that keep the size of images."""
+    def _augment(self, batch: Batch, drawn: Sequence[Drawn]) -> Batch:
+        """Applies the augmentations that keep the size of images to a batch."""
         for augmentation, draws in drawn:
-            labels = self.images.labels_kind.moved(batch, augmentation, draws)
+            labels = self.images.labels_kind.move(batch, augmentation, draws)
             batch = batch | {"image": augmentation(batch["image"], draws)} | labels
         return batch
 
@@ -191,27 +193,29 @@ def batch_ids(
 
 
 def loader_of(augment: str, images: Images | Streamed) -> tuple[Augmentation, ...]:
-    """The augmentations of a loader, which have been tried on a black image.
+    """Parses the augmentations of a loader, and tries each on a black image.
 
     Raises:
-        ValueError: they do not suit the labels of the set, or options contradict each other.
+        ValueError: one does not support the labels of the set, or options contradict each other.
     """
     augmentations = parse_loader(augment)
     black, none = np.zeros((*images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     kind = images.labels_kind
-    for one in augmentations:
-        if not kind.serves(one.entry):
-            able = ", ".join(name for name, other in AUGMENTATIONS.items() if kind.serves(other))
-            raise ValueError(
-                f"{one.name} changes images, but not the labels of their {kind.labels_of}: leave "
-                f"it out; {able} change both"
+    for augmentation in augmentations:
+        if not kind.serves(augmentation.entry):
+            supported = ", ".join(
+                name for name, other in AUGMENTATIONS.items() if kind.serves(other)
             )
-        if one.entry.stage != CROP:
-            one(black[None], np.zeros(1, np.uint64))
+            raise ValueError(
+                f"{augmentation.name} changes images, but not the labels of their "
+                f"{kind.labels_of}: leave it out; {supported} change both"
+            )
+        if augmentation.entry.stage != CROP:
+            augmentation(black[None], np.zeros(1, np.uint64))
         elif kind.ragged:
-            one(images.size, 0)
+            augmentation(images.size, 0)
         else:
-            crop_both(black, none, one, images.size)
+            crop_both(black, none, augmentation, images.size)
     return augmentations
 
 
@@ -236,17 +240,17 @@ def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[S
     Raises:
         ValueError: none of them holds both a portrait and a landscape image of the largest size.
     """
-    crops = [one for one in parse_loader(augment) if one.entry.stage == CROP]
+    crops = [crop for crop in parse_loader(augment) if crop.entry.stage == CROP]
     if not crops and not images.one_size:
         crops = [parse_crop(images.crop)]
-    for one in crops:
-        if images.labels_kind.ragged and images.labels_kind.serves(one.entry):
-            longest = one.option("long")
+    for crop in crops:
+        if images.labels_kind.ragged and images.labels_kind.serves(crop.entry):
+            longest = crop.option("long")
             smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
 
 
 def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
-    """Reads all labels of pixels that are files, and warns of what is odd: see `Source.remarks`.
+    """Reads all labels of pixels that are files, and prints `Source.remarks` as warnings.
 
     Args:
         images: of any kind.
@@ -258,32 +262,32 @@ def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
     for remark in () if images.in_memory else images.source.remarks():
         warn(f"WARNING: {remark}")
     errors = [] if images.in_memory else images.source.label_errors()
-    if len(errors) > (allowed(len(images.labels)) if bad_images == "skip" else 0):
-        more = f" ({len(errors)} of {len(images.labels)} images have such)" if errors[1:] else ""
+    if len(errors) > (max_skipped(len(images.labels)) if bad_images == "skip" else 0):
+        more = f" ({len(errors)} of {len(images.labels)} images are affected)" if errors[1:] else ""
         raise ValueError(f"{errors[0]}{more}")
 
 
-def _padded(row: Batch, images: Images | Streamed, canvas: Size, max_boxes: int) -> Batch:
-    """An example in a batch of its own, padded to a size, with its `extent` before."""
+def _pad(row: Batch, images: Images | Streamed, canvas: Size, max_boxes: int) -> Batch:
+    """Pads a batch of one example to a size, and adds the `extent` that it had before."""
     extent = np.array([row["image"].shape[1:3]], np.int32)
-    return row | images.labels_kind.padded(row, canvas, max_boxes) | {"extent": extent}
+    return row | images.labels_kind.pad(row, canvas, max_boxes) | {"extent": extent}
 
 
-def _stacked(rows: Sequence[Batch]) -> Batch:
+def _stack(rows: Sequence[Batch]) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def allowed(count: int) -> int:
+def max_skipped(count: int) -> int:
     """The number of images of a set that may be skipped; never all of them."""
-    return min(-(-count // _BAD_SHARE), count - 1)
+    return min(-(-count // _SKIP_ONE_IN), count - 1)
 
 
 def too_many(skipped: Iterable[int], count: int) -> BadSet:
     """The error for skipped images, by number, of a set of `count`."""
     ids = sorted(set(skipped))
     return BadSet(
-        f"{len(ids)} of {count} images cannot be used, more than {allowed(count)} (one in "
-        f"{_BAD_SHARE}): {', '.join(map(str, ids[:8]))}, ...; "
+        f"{len(ids)} of {count} images cannot be used, more than {max_skipped(count)} (one in "
+        f"{_SKIP_ONE_IN}): {', '.join(map(str, ids[:8]))}, ...; "
         f"{other_command('rope_jax.data.verify')} lists them with the reasons"
     )
 
@@ -296,7 +300,7 @@ class Evaluation:
         images: the split to evaluate.
         batch_size: examples in the batch of all shards together.
         shard: (k, of): the k-th of `of` equal parts of each batch.
-        bad_images: "error", or "skip": their mask is False.
+        bad_images: "error", or "skip" to set their mask to False.
         canvases, max_boxes: of sets with boxes, see `batches`.
         threads: number of threads that read images; 0 for the caller's only.
     """
@@ -312,7 +316,7 @@ class Evaluation:
     def __call__(self, step: int, start: int, stop: int) -> Batch:
         """Examples `start` to `stop` of this shard's part of a batch.
 
-        See `evaluation_batches`; `bad` are the ids of those that cannot be used.
+        See `evaluation_batches`; `bad` has the ids of unusable images.
         """
         images = self.images
         first = step * self.batch_size + self.shard[0] * self.batch_size // self.shard[1]
@@ -330,13 +334,13 @@ class Evaluation:
                     if self.bad_images == "error":
                         raise
             if images.labels_kind.ragged:
-                row = _padded(_stacked([row]), images, canvas, self.max_boxes)
+                row = _pad(_stack([row]), images, canvas, self.max_boxes)
                 row = {name: array[0] for name, array in row.items()}
             return row, usable
 
         with ThreadPoolExecutor(self.threads or 1) as pool:
             rows, mask = zip(*(pool.map if self.threads else map)(read, ids.tolist()), strict=True)
-        return _stacked(rows) | {
+        return _stack(rows) | {
             "index": ids.astype(np.int32),
             "mask": np.array(mask),
             "bad": ids[exists & ~np.array(mask)],

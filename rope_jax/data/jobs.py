@@ -14,7 +14,7 @@ from rope_jax.data.workers import DeadWorker
 
 
 def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int) -> Iterator[Any]:
-    """Results of function(*job), in the order in which they are ready.
+    """Yields the results of function(*job) as they become ready.
 
     Args:
         function: picklable, as are its arguments.
@@ -36,8 +36,7 @@ def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: in
             yield future.result()
     except BrokenProcessPool as error:
         raise DeadWorker(
-            "a worker process ended before its time, usually for lack of memory: "
-            "use fewer with --workers"
+            "a worker process ended early, usually for lack of memory: use fewer with --workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -57,6 +56,6 @@ class ImageCounter:
         if now - self._printed >= 1 or self._done == self._total:
             self._printed = now
             rate = self._done / max(now - self._start, 1e-9)
-            left = (self._total - self._done) / rate / 60
+            minutes_left = (self._total - self._done) / rate / 60
             text = f"{self._title}: {self._done:,} of {self._total:,} images"
-            print(f"{text}, {rate:,.0f} images/s, {left:.1f} minutes left", flush=True)
+            print(f"{text}, {rate:,.0f} images/s, {minutes_left:.1f} minutes left", flush=True)

@@ -1,23 +1,24 @@
 """Labels: a class of each image, classes of its pixels, or boxes with classes.
 
-Each kind is one object, which knows what augmentations and batches do to such labels. The names of
-the kinds, "images", "pixels" and "boxes", are values of the parameter `labels_of`. Each has
+Each kind is one object, which defines the effect of augmentations and batches on its labels. The
+names of the kinds, "images", "pixels" and "boxes", are values of the parameter `labels_of`. Each
+has
 
-- `placed`: whether labels have places in the image, and move with its pixels;
-- `ragged`: whether images differ in their number of labels, so that each is padded by itself;
-- `serves(entry)`: whether the loader can change such labels as an augmentation changes the images;
-- `moved(batch, augmentation, draws)`: the labels after an augmentation that keeps the size;
-- `padded(row, canvas, max_boxes)`: an image and its labels, in a batch of their own, padded to a
-  size: images at the bottom and on the right with 0, classes of pixels with 255, boxes with rows of
-  0 whose class is -1;
-- `blank(labels, size)`: the labels of a black image, which stands for one that cannot be used.
+- `placed`: True if labels have places in the image, and move with its pixels;
+- `ragged`: True if images differ in their number of labels, so that each is padded separately;
+- `serves(entry)`: checks whether the loader can change labels together with the images;
+- `move(batch, augmentation, draws)`: the labels after an augmentation that keeps the size;
+- `pad(row, canvas, max_boxes)`: an image and its labels, in a batch of one, padded to a size:
+  images at the bottom and on the right with 0, classes of pixels with 255, boxes with rows of 0
+  whose class is -1;
+- `blank(labels, size)`: the labels of a black image, which replaces an unusable one.
 """
 
 import numpy as np
 from jaxtyping import UInt64
 
 from rope_jax.data.images.augment import CROP, LOADER, Augmentation, Entry
-from rope_jax.data.images.joint import padded as padded_maps
+from rope_jax.data.images.joint import pad as pad_maps
 from rope_jax.data.workers import Batch
 
 Size = tuple[int, int]
@@ -25,7 +26,7 @@ Draws = UInt64[np.ndarray, " B"]
 
 
 class ClassLabels:
-    """`label` int32 [B], or [B, M] where up to M classes are right: of whole images."""
+    """`label` int32 [B], or [B, M] where up to M classes are correct: of whole images."""
 
     labels_of = "images"
     placed = ragged = False
@@ -33,7 +34,7 @@ class ClassLabels:
     def serves(self, entry: Entry) -> bool:
         return entry.stage == LOADER or (entry.stage == CROP and entry.joint is None)
 
-    def moved(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+    def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
         return {}
 
     def blank(self, labels: np.ndarray, size: Size) -> Batch:
@@ -51,11 +52,11 @@ class PixelLabels:
             return entry.joint in (None, self.labels_of)
         return entry.stage == LOADER and entry.moves
 
-    def moved(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
-        return {"label": augmentation.moved_labels(augmentation, batch["label"], draws)}
+    def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+        return {"label": augmentation.move_labels(augmentation, batch["label"], draws)}
 
-    def padded(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
-        image, label = padded_maps(row["image"], row["label"], canvas)
+    def pad(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
+        image, label = pad_maps(row["image"], row["label"], canvas)
         return {"image": image, "label": label}
 
     def blank(self, labels: np.ndarray, size: Size) -> Batch:
@@ -73,10 +74,10 @@ class BoxLabels:
             return entry.joint == self.labels_of
         return entry.stage == LOADER and entry.boxes is not None
 
-    def moved(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
-        return {"boxes": augmentation.moved_boxes(batch["boxes"], batch["image"].shape[2], draws)}
+    def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+        return {"boxes": augmentation.move_boxes(batch["boxes"], batch["image"].shape[2], draws)}
 
-    def padded(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
+    def pad(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
         height, width = row["image"].shape[1:3]
         image = np.zeros((1, *canvas, 3), np.uint8)
         image[:, :height, :width] = row["image"]

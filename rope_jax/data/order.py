@@ -1,8 +1,8 @@
 """The examples of each training batch, as a pure function of (seed, step).
 
-The stream is the concatenation of epochs, each a permutation of all images; batches cross the
-borders of epochs. Step s at batch size B starts at example s * B, so that a run resumes without any
-saved state.
+The stream is the concatenation of epochs, each a permutation of all images; batches cross the ends
+of epochs. Step s at batch size B starts at example s * B, so that a run resumes without any saved
+state.
 """
 
 import functools
@@ -82,12 +82,12 @@ def _orders(seed: int, count: int) -> Callable[[int], Int64[np.ndarray, " count"
     """`permutation` of a seed; two epochs are cached, for streams of several seeds in turn."""
 
     @functools.lru_cache(maxsize=2)
-    def order_of(epoch: int) -> np.ndarray:
+    def epoch_order(epoch: int) -> np.ndarray:
         order = np.argsort(epoch_draws(seed, epoch, count, "order"), kind="stable")
         order.setflags(write=False)
         return order
 
-    return order_of
+    return epoch_order
 
 
 def batch_examples(
@@ -136,6 +136,6 @@ def batch_examples(
     epochs, indices = epochs[part], indices[part]
     ids = np.empty_like(indices)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        ids[here] = permutation(seed, epoch, count)[indices[here] // repeats]
+        in_epoch = epochs == epoch
+        ids[in_epoch] = permutation(seed, epoch, count)[indices[in_epoch] // repeats]
     return epochs, ids + indices % repeats * count

@@ -29,8 +29,8 @@ class Resizing:
 
     Attributes:
         side: in pixels; 0 keeps the original size.
-        square: whether the centre is cropped to `side` x `side`. Otherwise the short side becomes
-            `side`, unless it is shorter.
+        square: True to crop the centre to `side` x `side`. Otherwise the short side becomes `side`,
+            unless it is shorter.
         interpolation: a name of `rope_jax.data.images.crops.INTERPOLATIONS`.
     """
 
@@ -59,7 +59,7 @@ class Resizing:
 def write_shard(source: Source, place: Path, start: int, stop: int, resizing: Resizing) -> int:
     """Writes images `start` to `stop` to place.bin, then their metadata to place.json.
 
-    The metadata: `bytes` and `sha256` of the file, `examples` (numbers) and their `shapes`, and
+    The metadata has `bytes` and `sha256` of the file, `examples` (numbers) and their `shapes`, and
     `bad` ([number, name, reason]): images that cannot be used and are left out.
 
     Returns:
@@ -67,7 +67,7 @@ def write_shard(source: Source, place: Path, start: int, stop: int, resizing: Re
     """
     examples, shapes, bad = [], [], []
     file = place.with_suffix(".bin")
-    with file.open("wb") as written:
+    with file.open("wb") as output:
         for example in range(start, stop):
             try:
                 data = source.read(example)
@@ -75,7 +75,7 @@ def write_shard(source: Source, place: Path, start: int, stop: int, resizing: Re
             except (ValueError, OSError) as error:
                 bad.append([example, source.example_name(example), str(error)])
                 continue
-            written.write(np.ascontiguousarray(pixels))
+            output.write(np.ascontiguousarray(pixels))
             examples.append(example)
             shapes.append(pixels.shape[:2])
     facts = _facts(file) | {"examples": examples, "shapes": shapes, "bad": bad}
@@ -106,7 +106,7 @@ def prepare(
         side: see `Resizing`.
         square: see `Resizing`.
         interpolation: see `Resizing`.
-        bad_images: "error", or "skip": they are left out of the packed set.
+        bad_images: "error", or "skip" to leave them out of the packed set.
         shard_images: images per file.
         workers: number of processes; 0 to use this one.
 
@@ -115,7 +115,7 @@ def prepare(
 
     Raises:
         BadImages: images that cannot be used.
-        ValueError: an unknown word, a square of no size, or a preparation with other options in the
+        ValueError: an unknown value, a square of size 0, or a preparation with other options in the
             same folder.
     """
     if find_labels(source.labels_of).placed:
@@ -135,13 +135,13 @@ def prepare(
     if folder is partial and not (partial / "settings.json").is_file():
         partial.mkdir(parents=True, exist_ok=True)
         write_file(partial / "settings.json", json.dumps(settings, indent=1) + "\n")
-    if (there := read_json(folder / "settings.json")) != settings:
+    if (stored := read_json(folder / "settings.json")) != settings:
         raise ValueError(
-            f"{folder} was prepared in another way ({there}, now {settings}): remove it, or "
+            f"{folder} was prepared in another way ({stored}, now {settings}): remove it, or "
             "choose another folder"
         )
     if folder is finished:
-        print(f"{finished} is there already")
+        print(f"{finished} already exists")
         return finished
     shards = {
         partial / f"images-{number:05}": (start, min(start + shard_images, count))
@@ -152,8 +152,8 @@ def prepare(
         for place, part in shards.items()
         if not place.with_suffix(".json").is_file()
     ]
-    left = sum(stop - start for _, _, start, stop, _ in jobs)
-    counter = ImageCounter(f"{source.name} {source.split}", left)
+    remaining = sum(stop - start for _, _, start, stop, _ in jobs)
+    counter = ImageCounter(f"{source.name} {source.split}", remaining)
     for images in run_jobs(write_shard, jobs, workers=workers):
         counter.add(images)
     facts = {place: read_json(place.with_suffix(".json")) for place in shards}
@@ -168,7 +168,7 @@ def prepare(
 
 def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
     """Raises an error that lists unusable images; the next run rewrites their shards."""
-    bad = [one for fact in facts.values() for one in fact["bad"]]
+    bad = [image for fact in facts.values() for image in fact["bad"]]
     for place, fact in facts.items():
         if fact["bad"]:
             place.with_suffix(".json").unlink()
@@ -176,7 +176,7 @@ def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
         lines = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
         raise BadImages(
             f"{len(bad)} of {count:,} images cannot be used; "
-            f"mend them, or leave them out with --bad_images=skip:{lines}"
+            f"repair them, or leave them out with --bad_images=skip:{lines}"
         )
 
 
@@ -207,9 +207,9 @@ def _write_packed_index(
         format=FORMAT,
         resized=str(resizing),
         interpolation=resizing.interpolation,
-        skipped=[one for fact in facts.values() for one in fact["bad"]],
+        skipped=[image for fact in facts.values() for image in fact["bad"]],
         shards=shards,
     )
-    about = read_json(folder / "about.json")
-    about["files"] = {file.name: _facts(file) for file in sorted(folder.glob("*.npy"))}
-    write_file(folder / "about.json", json.dumps(about, indent=1) + "\n")
+    description = read_json(folder / "about.json")
+    description["files"] = {file.name: _facts(file) for file in sorted(folder.glob("*.npy"))}
+    write_file(folder / "about.json", json.dumps(description, indent=1) + "\n")

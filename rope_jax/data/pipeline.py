@@ -18,9 +18,9 @@ from rope_jax.data.examples import (
     Evaluation,
     Size,
     Training,
-    allowed,
     check_canvases,
     loader_of,
+    max_skipped,
     too_many,
 )
 from rope_jax.data.order import check_batch
@@ -38,21 +38,21 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager):
         skipped: ids of the images that could not be used so far; only with `bad_images="skip"`.
     """
 
-    def __init__(self, made: Iterator[Batch], images: Images | Streamed):
-        self._made, self._count = made, len(images.labels)
+    def __init__(self, stream: Iterator[Batch], images: Images | Streamed):
+        self._stream, self._count = stream, len(images.labels)
         self.skipped: set[int] = set()
 
     def __next__(self) -> Batch:
-        batch = next(self._made)
+        batch = next(self._stream)
         self.skipped.update(batch.pop("bad").tolist())
-        if len(self.skipped) > allowed(self._count):
+        if len(self.skipped) > max_skipped(self._count):
             self.close()
             raise too_many(self.skipped, self._count)
         return batch
 
     def close(self) -> None:
         """Ends processes and threads."""
-        self._made.close()
+        self._stream.close()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -98,9 +98,9 @@ def batches(
         bad_images: "error": an image that cannot be decoded ends the stream. "skip": it is replaced
             by the next image of the set that can be decoded, with that image's label; more than one
             in a thousand (rounded up) end the stream.
-        canvases: of sets with boxes whose images differ in size: (height, width) that the images of
-            a batch are padded to, the smallest that holds all of them; none for the set's size.
-            All shards have the same in every batch. The images of a batch are all portrait or all
+        canvases: for sets with boxes whose images differ in size: sizes (height, width). The images
+            of a batch are padded to the smallest that holds all of them; none for the set's size.
+            In every batch all shards have the same. The images of a batch are all portrait or all
             landscape after the crop, except in at most one batch in 64.
         max_boxes: rows for the objects of an image.
         waiting: called once a second while a batch that is prepared ahead is awaited, with the
@@ -116,7 +116,7 @@ def batches(
         Sets with boxes also have `boxes` float32 [b, max_boxes, 4], x1 y1 x2 y2 in pixels of the
         (resized) image; their `label` is int32 [b, max_boxes], -1 in rows without an object; and
         there are `extent` and `original` int32 [b, 2], the rows and columns before padding and
-        those of the image as it is stored.
+        those of the stored image.
 
     Raises:
         ValueError: arguments out of range, at once.
@@ -125,7 +125,7 @@ def batches(
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
     _check(make, augment)
     make.in_order(start_step)  # a step, seed or repeats out of range is refused now
-    return _produced(make, range(start_step, sys.maxsize), ahead, workers, waiting)
+    return _produce(make, range(start_step, sys.maxsize), ahead, workers, waiting)
 
 
 def evaluation_batches(
@@ -151,9 +151,10 @@ def evaluation_batches(
         images: the split to evaluate.
         batch_size: examples in the batch of all shards together.
         shard: (k, of): the k-th of `of` equal parts of each batch, b = batch_size / of examples.
-            All shards have as many batches.
+            All shards have the same number of batches.
         workers: see `batches`; without them, threads decode images that are not in memory.
-        bad_images: "error", or "skip": their mask is False; too many are an error, see `batches`.
+        bad_images: "error", or "skip" to set their mask to False; too many are an error, see
+            `batches`.
         canvases, max_boxes: see `batches`.
         waiting: see `batches`.
 
@@ -171,19 +172,19 @@ def evaluation_batches(
     threads = THREADS if ahead and not workers else 0
     make = Evaluation(images, batch_size, shard, bad_images, *shapes, threads)
     _check(make, "none")
-    return _produced(make, range(-(-len(images.labels) // batch_size)), ahead, workers, waiting)
+    return _produce(make, range(-(-len(images.labels) // batch_size)), ahead, workers, waiting)
 
 
-def worker_count(wanted: int | None) -> int:
-    """The number of worker processes for training; None for as many as there are cores.
+def worker_count(requested: int | None) -> int:
+    """The number of worker processes for training; None requests one per core.
 
     >>> worker_count(3)
     3
 
     Without grain (the extra `data`), None is 0.
     """
-    if wanted is not None:
-        return wanted
+    if requested is not None:
+        return requested
     return cores() if importlib.util.find_spec("grain") is not None else 0
 
 
@@ -194,16 +195,16 @@ def _check(make: Training | Evaluation, augment: str) -> None:
     check_canvases(make.images, augment, make.canvases)
 
 
-def _produced(
+def _produce(
     make: Training | Evaluation, steps: range, ahead: bool, workers: int, waiting: Waiting
 ) -> Batches:
-    """The batches of some steps, created in this process or by workers."""
+    """Produces the batches of some steps, in this process or by workers."""
     convert(workers, CountOrZero, "workers")
     images, size = make.images, make.batch_size // make.shard[1]
-    about = f"the images of {images.name}, {images.split} split"
+    source_name = f"the images of {images.name}, {images.split} split"
     if workers and not images.in_memory:
         crew: list[BaseProcess] = []
-        made = in_processes(make, size, steps, workers, crew)
-        return Batches(Ahead(made, about, waiting, crew), images)
-    made = (make(step, 0, size) for step in steps)
-    return Batches(Ahead(made, about, waiting) if ahead else made, images)
+        stream = in_processes(make, size, steps, workers, crew)
+        return Batches(Ahead(stream, source_name, waiting, crew), images)
+    stream = (make(step, 0, size) for step in steps)
+    return Batches(Ahead(stream, source_name, waiting) if ahead else stream, images)

@@ -25,30 +25,30 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
     counter, bad = ImageCounter(f"{source.name} {source.split}", count), []
     present: set[int] = set()
     jobs = [(source, start, min(start + _JOB, count)) for start in range(0, count, _JOB)]
-    for found, classes, examined in run_jobs(_examine, jobs, workers=workers):
-        bad += found
+    for rejected, classes, examined in run_jobs(_examine, jobs, workers=workers):
+        bad += rejected
         present |= classes
         counter.add(examined)
     names = enumerate(source.class_names)
-    found = {
+    result = {
         "name": source.name,
         "split": source.split,
         "images": count,
         "classes": len(source.class_names),
         "empty_classes": [name for label, name in names if label not in present],
-        "bad": sorted(bad, key=lambda one: one["example"]),
+        "bad": sorted(bad, key=lambda image: image["example"]),
         "remarks": source.remarks(),
     }
-    damaged = source.damaged()
-    return found if damaged is None else found | {"damaged": damaged}
+    damaged = source.damaged_files()
+    return result if damaged is None else result | {"damaged": damaged}
 
 
 def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]], set[int], int]:
-    """The bad images among `start` to `stop`, the classes there, and how many were examined."""
+    """Examines images `start` to `stop`: the bad ones, the classes, and the number of images."""
     bad, present = [], set()
     for example in range(start, stop):
         try:
-            present.update(source.classes_of(example))
+            present.update(source.read_classes(example))
             data = source.read(example)
             if isinstance(data, bytes):
                 decode_image(data)

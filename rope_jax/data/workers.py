@@ -37,20 +37,20 @@ class DeadWorker(RuntimeError):
 class _Pieces:
     """A map from piece number to examples, as a source for grain.
 
-    Batches are cut into equal numbers of pieces, so that no piece is of two: images of different
-    batches may have different sizes.
+    Batches are cut into equal numbers of pieces, so that no piece spans two of them: images of
+    different batches may have different sizes.
     """
 
     def __init__(self, make: Callable[[int, int, int], Batch], size: int, steps: range):
-        self.of_batch = -(-size // _PIECE)
+        self.per_batch = -(-size // _PIECE)
         self._make, self._size, self._steps = make, size, steps
 
     def __len__(self) -> int:
-        return min(len(self._steps) * self.of_batch, sys.maxsize)
+        return min(len(self._steps) * self.per_batch, sys.maxsize)
 
     def __getitem__(self, number: int) -> Batch:
-        batch, part = divmod(number, self.of_batch)
-        start, stop = (k * self._size // self.of_batch for k in (part, part + 1))
+        batch, part = divmod(number, self.per_batch)
+        start, stop = (k * self._size // self.per_batch for k in (part, part + 1))
         return self._make(self._steps[batch], start, stop)
 
 
@@ -69,7 +69,7 @@ def in_processes(
         steps: of the batches.
         workers: number of processes, at least 1. They ignore Ctrl-C and the other signals
             that the parent process handles, and end with that process.
-        crew: to this list the processes are added when they have started.
+        crew: the processes are added to this list when they have started.
 
     Yields:
         arrays by name, of `size` examples each (`bad`: of any length).
@@ -95,18 +95,18 @@ def in_processes(
     options = grain.experimental.DatasetOptions(min_shm_size=1 << 14)
     pieces = grain.experimental.WithOptionsIterDataset(pieces, options)
     processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    start = functools.partial(_start_worker, plugins.needed(""))
+    start = functools.partial(_start_worker, plugins.find_needed(""))
     iterator = iter(pieces.mp_prefetch(processes, worker_init_fn=start))
     before = set(multiprocessing.active_children())
     try:
-        with _shielded():
-            made = itertools.chain([next(iterator)], iterator)
+        with _block_signals():
+            results = itertools.chain([next(iterator)], iterator)
         crew += set(multiprocessing.active_children()) - before
-        for parts in itertools.batched(made, source.of_batch):
+        for parts in itertools.batched(results, source.per_batch):
             yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     except RuntimeError as error:  # of grain, with the exit code
         raise DeadWorker(
-            f"a data worker ended before its time ({error}): killed workers usually ran out of "
+            f"a data worker ended early ({error}): killed workers usually ran out of "
             "memory, so use fewer, or smaller batches"
         ) from error
     finally:
@@ -114,7 +114,7 @@ def in_processes(
 
 
 @contextlib.contextmanager
-def _shielded() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Starts processes with the stop signals blocked: Ctrl-C must not end them during a save."""
     multiprocessing.resource_tracker.ensure_running()  # which would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -124,13 +124,13 @@ def _shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(asked: tuple[str, ...], number: int, workers: int) -> None:
-    """Takes over the plug-ins that were asked for by name; others load when they are needed."""
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+def _start_worker(names: tuple[str, ...], number: int, workers: int) -> None:
+    """Loads the plug-ins that were requested by name; others are loaded when needed."""
+    for stop_signal in _SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    plugins.load(asked)
+    plugins.load(names)
 
 
 def _end_with_parent() -> None:

@@ -16,7 +16,7 @@ from rope_jax.evaluate.results import Row
 from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.files import warn
-from rope_jax.system.sharding import replicated, use_mesh
+from rope_jax.system.sharding import replicate, use_mesh
 from rope_jax.tasks import seeds
 from rope_jax.tasks.evaluator import Apply, Evaluator, weights_rule
 from rope_jax.training.setup import Setup, State, load_split
@@ -41,8 +41,8 @@ def rotation_rule(options: EvalConfig) -> str | None:
     'rotations with extend=ntk and log_scale'
     """
     extend = None if options.extend is None else f"extend={options.extend}"
-    found = [*filter(None, (extend, options.log_scale and "log_scale"))]
-    return f"rotations with {' and '.join(found)}" if found else None
+    changes = [*filter(None, (extend, options.log_scale and "log_scale"))]
+    return f"rotations with {' and '.join(changes)}" if changes else None
 
 
 def rules(options: EvalConfig) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def protocols(setup: Setup) -> dict[str, Config]:
     A protocol describes the resizing of test images, windows, rotations and the evaluated weights.
     There is one for each crop, unless the images are in memory, where crops make no difference.
     """
-    found: dict[str, Config] = {}
+    configs: dict[str, Config] = {}
     options = setup.config.eval
     shared = (setup.windows, rotation_rule(options), weights_rule(setup.config.averaged))
     for frame in (options.frame, *options.frames):
@@ -68,16 +68,16 @@ def protocols(setup: Setup) -> dict[str, Config]:
         images = setup.held_out
         if frame != options.frame and not images.in_memory:
             images = dataclasses.replace(images, crop=frame)
-        found.setdefault("; ".join(filter(None, (images.protocol, *shared))), config)
-    return found
+        configs.setdefault("; ".join(filter(None, (images.protocol, *shared))), config)
+    return configs
 
 
 def planned_rows(setup: Setup) -> list[Row]:
     """Resolution, protocol, data and seed of each row of `evaluate_state`, in its order."""
     images = {"data": setup.fingerprint[setup.held_out.split]}
     return [
-        {"resolution": list(size), "protocol": how} | images | label
-        for how, config in protocols(setup).items()
+        {"resolution": list(size), "protocol": protocol} | images | label
+        for protocol, config in protocols(setup).items()
         for size in resolutions(config)
         for label in seeds.row_labels(config.all_seeds)
     ]
@@ -102,7 +102,7 @@ def state_evaluator(setup: Setup, state: State) -> Evaluator:
     """The evaluation of a training state on images of any size."""
     config = setup.config
     params = state["ema" if config.averaged else "params"]
-    rest = jax.device_put(setup.rest, replicated(setup.mesh))
+    rest = jax.device_put(setup.rest, replicate(setup.mesh))
     return Evaluator(
         at_any_resolution(setup.graph, setup.mesh, flags="--config.eval.", **rules(config.eval)),
         (params, state.get("stats", {}), rest),
@@ -119,15 +119,15 @@ def at_any_resolution(graph: nnx.GraphDef, mesh: Mesh, **options: Any) -> Apply:
     """A model as a function (weights, images) -> outputs, for images of any size.
 
     Args:
-        graph: of the model; the weights are a tuple of what `nnx.split` divides it into.
+        graph: of the model; the weights are the other parts from `nnx.split`.
         mesh: the devices.
         **options: of `at_resolution`.
     """
 
-    def apply(weights: Any, images: Array, **given: Array) -> Any:
+    def apply(weights: Any, images: Array, **inputs: Array) -> Any:
         model = nnx.merge(graph, *weights)
         with use_mesh(mesh):
-            return at_resolution(model, images.shape[1:3], **options)(images, **given)
+            return at_resolution(model, images.shape[1:3], **options)(images, **inputs)
 
     return apply
 
@@ -148,10 +148,10 @@ def draw_predictions(setup: Setup, state: State, path: pathlib.Path, *, count: i
     weights = seeds.take(evaluator.weights, config.seeds)
     evaluator = dataclasses.replace(evaluator, weights=weights, config=seeds.single(config))
     sizes = resolutions(config)
-    found = []
+    predictions = []
     for size in dict.fromkeys((sizes[0], max(sizes[1:] or sizes, key=math.prod))):
-        found += setup.task.predict(evaluator, load_split(config, "test", size), count)
-    setup.task.draw(found, images.class_names, images.classes, path)
+        predictions += setup.task.predict(evaluator, load_split(config, "test", size), count)
+    setup.task.draw(predictions, images.class_names, images.classes, path)
 
 
 def at_resolution(
@@ -180,12 +180,12 @@ def at_resolution(
             model's own rule.
         extend: the rule of rotary schemes, "ntk" or "yarn(beta=8)", see
             `rope_jax.positions.extension`; None for the model's own.
-        log_scale: whether logits of models with rotary schemes grow with the logarithm of the
+        log_scale: True if logits of models with rotary schemes grow with the logarithm of the
             number of tokens.
-        flags: how the flags begin that errors name.
+        flags: prefix of the flags that errors name.
 
     Raises:
-        ConfigError: the model takes no images of that size, or an option does not suit it.
+        ConfigError: the model takes no images of that size, or does not support an option.
     """
     copy = nnx.clone(model)
     if rpb_shrink is not None:

@@ -1,4 +1,4 @@
-"""Pictures of scores over resolution, and what all pictures with axes share.
+"""Pictures of scores over resolution, and the common parts of all pictures with axes.
 
 matplotlib is imported inside the functions, so that nothing else needs it.
 """
@@ -38,7 +38,7 @@ RESOLUTION = "test resolution (pixels; grey: training resolution)"
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Checks whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -53,7 +53,7 @@ def picture(
 ) -> Iterator[Any]:
     """Yields a matplotlib figure, and writes it to a PNG file at the end.
 
-    What has a label in the first diagram is in the legend, at the right.
+    Labelled curves of the first diagram are listed in a legend on the right.
 
     Args:
         path: of the PNG file.
@@ -125,10 +125,10 @@ def draw_by_resolution(
     *,
     aside: float = 0.0,
 ) -> None:
-    """Draws scores over test resolution, a line for each name.
+    """Draws scores over test resolution, one line per name.
 
-    Resolutions that are not square stand at the square root of their area. A grey band marks the
-    training resolution.
+    Resolutions that are not square are placed at the square root of their area. A grey band marks
+    the training resolution.
 
     Args:
         axes: of matplotlib.

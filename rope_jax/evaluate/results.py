@@ -10,12 +10,12 @@ from rope_jax.system.files import read_json, set_aside, write_file
 from rope_jax.tasks import TASKS, Task
 from rope_jax.tasks.evaluator import Row
 
-SHARES = ("top1", "top5")  # of `count` images; other scores have no interval over images
+FRACTIONS = ("top1", "top5")  # of `count` images; other scores have no interval over images
 
 
-def titles_of(row: Row) -> Mapping[str, str]:
-    """The numbers of a row that a table shows, with their titles; the first is its main score."""
-    return _task_of(row).titles
+def score_titles(row: Row) -> Mapping[str, str]:
+    """Titles of the scores of a row that tables show; the first is its main score."""
+    return _find_task(row).titles
 
 
 def main_score(row: Row) -> str:
@@ -24,7 +24,7 @@ def main_score(row: Row) -> str:
     >>> main_score({"resolution": [64, 64], "miou": 0.5, "accuracy": 0.9})
     'miou'
     """
-    return next(iter(titles_of(row)))
+    return next(iter(score_titles(row)))
 
 
 def score_name(row: Row) -> str:
@@ -33,31 +33,31 @@ def score_name(row: Row) -> str:
     >>> score_name({"miou": 0.5, "accuracy": 0.9})
     'mean IoU'
     """
-    return _task_of(row).score_name
+    return _find_task(row).score_name
 
 
 def class_score(row: Row) -> tuple[str, str] | None:
-    """The name of a row's list of numbers of classes, and its name in a sentence; None without one.
+    """The key of a row's list of class scores, and its name in a sentence; None without one.
 
     >>> class_score({"miou": 0.5, "iou": [0.5, None]}), class_score({"top1": 0.5})
     (('iou', 'intersection over union'), None)
     """
-    found = _task_of(row).class_score
-    return found if found is not None and found[0] in row else None
+    score = _find_task(row).class_score
+    return score if score is not None and score[0] in row else None
 
 
-def _task_of(row: Row) -> Task:
-    """The task whose main score a row has."""
+def _find_task(row: Row) -> Task:
+    """Finds the task whose main score a row has."""
     return next(task for task in TASKS.values() if next(iter(task.titles)) in row)
 
 
-def share_text(share: float | None) -> str:
-    """A share as a table shows it; None, where there is nothing to score, as a dash.
+def format_score(fraction: float | None) -> str:
+    """Formats a fraction for a table; a dash for None, where there is nothing to score.
 
-    >>> share_text(0.5), share_text(None)
+    >>> format_score(0.5), format_score(None)
     ('0.5000', '-')
     """
-    return "-" if share is None else f"{share:.4f}"
+    return "-" if fraction is None else f"{fraction:.4f}"
 
 
 def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
@@ -94,7 +94,7 @@ def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
     >>> usable_results(workdir) is None, sorted(path.name for path in workdir.iterdir())
     (True, ['results.json.damaged'])
     """
-    return _usable(workdir / "results.json", "step", "eval")
+    return _read_or_set_aside(workdir / "results.json", "step", "eval")
 
 
 def _read(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
@@ -110,11 +110,11 @@ def _read(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
     return {name: value[name] for name in names}
 
 
-def _usable(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
+def _read_or_set_aside(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
     try:
         return _read(path, *names)
     except ValueError as error:
-        set_aside(path, f"{error}; its results are computed again where they are asked for")
+        set_aside(path, f"{error}; its results are computed again when they are needed")
         return None
 
 
@@ -149,9 +149,9 @@ def results_table(rows: Sequence[Row]) -> str:
             protocols differ.
     """
     columns = {"resolution": ["x".join(map(str, row["resolution"])) for row in rows]}
-    for score, title in titles_of(rows[0]).items():
+    for score, title in score_titles(rows[0]).items():
         if score in rows[0]:
-            columns[title] = [share_text(row[score]) for row in rows]
+            columns[title] = [format_score(row[score]) for row in rows]
     columns["images"] = [str(row["count"]) for row in rows]
     if "seed" in rows[0]:
         columns = {"seed": [str(row["seed"]) for row in rows]} | columns
@@ -166,7 +166,7 @@ def class_names(row: Row) -> list[str]:
 
 
 def class_table(rows: Sequence[Row]) -> str:
-    """The score of each class, a column for each row.
+    """The score of each class, one column per row.
 
     >>> row = {"resolution": [8, 8], "miou": 0.5, "iou": [0.5, None], "class_names": ["sky", "sea"]}
     >>> print(class_table([row]))
@@ -179,7 +179,7 @@ def class_table(rows: Sequence[Row]) -> str:
         rows: with a `class_score`; a class that cannot be scored has None.
     """
     header = ["class", *("x".join(map(str, row["resolution"])) for row in rows)]
-    columns = [[share_text(x) for x in row[class_score(row)[0]]] for row in rows]
+    columns = [[format_score(x) for x in row[class_score(row)[0]]] for row in rows]
     return format_table(header, list(zip(class_names(rows[0]), *columns, strict=True)))
 
 
@@ -198,7 +198,7 @@ def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
 
 
 def _differences(rows: Sequence[Row]) -> list[str]:
-    """The words of each row's protocol that not all protocols have; nothing where all are equal."""
+    """The words of each row's protocol that differ; nothing where all protocols are equal."""
     protocols = [row.get("protocol", "").split() for row in rows]
     shared = set.intersection(*map(set, protocols))
     return [" ".join(word for word in words if word not in shared) for words in protocols]
@@ -223,7 +223,7 @@ def usable_evaluations(path: pathlib.Path) -> list[Row]:
     >>> usable_evaluations(pathlib.Path("runs/none/evaluations.json"))
     []
     """
-    return (_usable(path, "rows") or {"rows": []})["rows"]
+    return (_read_or_set_aside(path, "rows") or {"rows": []})["rows"]
 
 
 def add_evaluation(path: pathlib.Path, row: Row) -> None:

@@ -98,7 +98,7 @@ class Description:
             dataclasses.asdict(model.options),
             model.preprocessing,
             model.class_names,
-            plugins.needed(f"{model.name} {model.notation} {head or ''}"),
+            plugins.find_needed(f"{model.name} {model.notation} {head or ''}"),
             head,
             None if head is None else model.blocks,
             model.trained_size,

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.description import Description
-from rope_jax.names.options import CountOrZero, Words, convert, convert_options, options_of
+from rope_jax.names.options import CountOrZero, Words, convert, convert_options, find_options
 from rope_jax.names.registry import Registry
 from rope_jax.names.text import closest, image_pair
 
@@ -40,7 +40,7 @@ class Options:
                     f"leave it at {field.default!r}"
                 )
         owner = type(self)
-        vars(self).update(convert_options(owner.__name__, vars(self), options_of(owner)))
+        vars(self).update(convert_options(owner.__name__, vars(self), find_options(owner)))
 
     def override(self, model: str, overrides: Mapping[str, Any]) -> "Options":
         """A copy with some fields changed.
@@ -52,7 +52,7 @@ class Options:
         Raises:
             ValueError: an unknown field, or a value that is not of the field's type or range.
         """
-        fields = options_of(type(self))
+        fields = find_options(type(self))
         for name in overrides:
             if name not in fields:
                 hint = _ELSEWHERE.get(name) or closest(name, [*fields, *_ARGUMENTS])

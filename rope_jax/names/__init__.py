@@ -1,1 +1,1 @@
-"""Names and options: registries of what has a name, and values of options by their annotations."""
+"""Names and options: registries by name, and values of options by their annotations."""

@@ -37,7 +37,7 @@ class Call:
         return f"{self.name}({','.join(inside)})" if inside else self.name
 
 
-def parse(text: str, what: str) -> tuple[Call, ...]:
+def parse(text: str, name: str) -> tuple[Call, ...]:
     """Reads a sum of calls.
 
     >>> parse("axial_rope(k_rope=4)", "position")
@@ -45,7 +45,7 @@ def parse(text: str, what: str) -> tuple[Call, ...]:
 
     Args:
         text: in the notation above, which is one of Python's expressions.
-        what: name of the setting, for error messages.
+        name: name of the setting, for error messages.
 
     Raises:
         ValueError: the text does not follow the notation.
@@ -57,7 +57,7 @@ def parse(text: str, what: str) -> tuple[Call, ...]:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(
-            f"{what}={text[:200]!r} cannot be read ({reason}): write name, "
+            f"{name}={text[:200]!r} cannot be read ({reason}): write name, "
             "name(option=value, ...), a+b or outer(inner)"
         ) from None
 
@@ -75,7 +75,7 @@ def _sum(node: ast.expr) -> tuple[Call, ...]:
 
 
 def _value(node: ast.expr) -> Value:
-    """A number, True or False; other names are words, not even "inf" and "nan" are numbers."""
+    """A number, True or False; other names are words, even "inf" and "nan"."""
     if isinstance(node, ast.Name):
         return node.id
     value = ast.literal_eval(node)
@@ -100,7 +100,7 @@ def items(text: str) -> list[str]:
     return [piece for piece in map(str.strip, pieces) if piece]
 
 
-def assignments(text: str, what: str) -> dict[str, str]:
+def assignments(text: str, label: str) -> dict[str, str]:
     """Reads "a=1,b=f(x=2,y=3)"; commas and equal signs inside parentheses belong to the value.
 
     >>> assignments("depth=6,window_size=(4,6)", "--config.model.options")
@@ -108,18 +108,18 @@ def assignments(text: str, what: str) -> dict[str, str]:
 
     Args:
         text: of the form key=value,...
-        what: description of the text, for error messages.
+        label: description of the text, for error messages.
 
     Raises:
         ValueError: a part is not of that form.
     """
-    found = {}
+    values = {}
     for piece in items(text):
         key, _, value = piece.partition("=")
         if not key.isidentifier() or not value:
-            raise ValueError(f"{what} {piece!r} is not of the form key=value")
-        found[key] = value
-    return found
+            raise ValueError(f"{label} {piece!r} is not of the form key=value")
+        values[key] = value
+    return values
 
 
 def literal(text: str) -> Any:

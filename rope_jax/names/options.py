@@ -1,4 +1,4 @@
-"""The values that options may have: what an annotation allows, converted and put into words.
+"""The allowed values of options: conversion and description by their annotations.
 
 Settings, options of models, heads, schemes and augmentations, arguments of recipes and of commands
 declare their values in the same way, so that every wrong value gives an error of the same form:
@@ -47,8 +47,8 @@ class Range:
             "at most": self.high,
             "below": self.below,
         }
-        known = [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
-        return " and ".join(known)
+        limits = [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(limits)
 
 
 class Words(str):
@@ -69,10 +69,10 @@ _MISFIT = object()
 
 
 def convert(value: Any, annotation: Any, where: str = "") -> Any:
-    """The value as the type that an annotation asks for.
+    """Converts a value to the type of an annotation.
 
-    Numbers become another type of number in which they stay the same, lists become tuples, and the
-    word "None" becomes None where that is allowed.
+    Numbers are converted where their value does not change, lists become tuples, and the word
+    "None" becomes None where that is allowed.
 
     >>> convert(2, float | None), convert([1.0, 2], tuple[int, ...]), convert("None", int | None)
     (2.0, (1, 2), None)
@@ -84,7 +84,7 @@ def convert(value: Any, annotation: Any, where: str = "") -> Any:
         value: anything.
         annotation: of a type, None, or made of these by `|`, `Union`, `Optional`, `Literal`,
             `tuple`, and `Annotated` with `Range`. Numbers are finite.
-        where: what has the value, for the error message.
+        where: name of the value, for the error message.
 
     Raises:
         ValueError: the annotation does not allow the value.
@@ -96,7 +96,7 @@ def convert(value: Any, annotation: Any, where: str = "") -> Any:
 
 
 def read(text: str, annotation: Any, where: str = "") -> Any:
-    """`convert` for text, which may be the value itself or a literal of Python.
+    """Converts text, which may be the value itself or a literal of Python.
 
     >>> read("2", float), read("2", str), read("None", int | None), read("007", int)
     (2.0, '2', None, 7)
@@ -120,12 +120,12 @@ def _fit(value: Any, annotation: Any) -> Any:
     if isinstance(value, str) and value == "None" and (None in parts or type(None) in parts):
         return None
     if origin in _UNIONS:
-        fitting = [found for part in parts if (found := _fit(value, part)) is not _MISFIT]
-        same = [found for found in fitting if type(found) is type(value)]
-        return next(iter(same + fitting), _MISFIT)
+        fitting = [fit for part in parts if (fit := _fit(value, part)) is not _MISFIT]
+        exact = [fit for fit in fitting if type(fit) is type(value)]
+        return next(iter(exact + fitting), _MISFIT)
     if origin is Literal:
-        same = [word for word in parts if (type(word), word) == (type(value), value)]
-        return next(iter(same), _MISFIT)
+        exact = [word for word in parts if (type(word), word) == (type(value), value)]
+        return next(iter(exact), _MISFIT)
     if (origin or annotation) is tuple:
         return _fit_tuple(value, parts)
     if annotation in (bool, int, float):
@@ -154,8 +154,8 @@ def _fit_number(value: Any, kind: type) -> Any:
         return _MISFIT
     if kind is float:
         return number if math.isfinite(number) else _MISFIT
-    whole = isinstance(value, numbers.Integral) or (kind is int and abs(value) <= 2**53)
-    return number if whole and number == value else _MISFIT
+    integral = isinstance(value, numbers.Integral) or (kind is int and abs(value) <= 2**53)
+    return number if integral and number == value else _MISFIT
 
 
 def describe(annotation: Any) -> str:
@@ -166,9 +166,9 @@ def describe(annotation: Any) -> str:
     """
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        own = [rule for rule in parts[1:] if isinstance(rule, Words)]
+        custom = [rule for rule in parts[1:] if isinstance(rule, Words)]
         bounds = [str(rule) for rule in parts[1:] if isinstance(rule, Range)]
-        return " ".join([*(own or [describe(parts[0])]), *bounds])
+        return " ".join([*(custom or [describe(parts[0])]), *bounds])
     if origin in _UNIONS:
         words = " or ".join(describe(part) for part in parts if part is not type(None))
         return f"{words}{', or None' * (type(None) in parts)}"
@@ -183,13 +183,13 @@ def describe(annotation: Any) -> str:
     return _NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
 
 
-def options_of(owner: Callable) -> dict[str, Any]:
+def find_options(owner: Callable) -> dict[str, Any]:
     """The options of a dataclass or a function, and their annotations.
 
-    Those of a function are its keyword-only parameters but `rngs`. One without an annotation has
-    the type of its default.
+    Options of a function are its keyword-only parameters except `rngs`. One without an annotation
+    has the type of its default.
 
-    >>> options_of(lambda image, *, pad=4: image)
+    >>> find_options(lambda image, *, pad=4: image)
     {'pad': <class 'int'>}
     """
     if dataclasses.is_dataclass(owner):
@@ -197,9 +197,9 @@ def options_of(owner: Callable) -> dict[str, Any]:
         return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
     parameters = inspect.signature(owner, eval_str=True).parameters.values()
     plain = int | float | bool | str
-    of_default = lambda value: type(value) if isinstance(value, plain) else plain | None
+    default_type = lambda value: type(value) if isinstance(value, plain) else plain | None
     return {
-        p.name: of_default(p.default) if p.annotation is p.empty else p.annotation
+        p.name: default_type(p.default) if p.annotation is p.empty else p.annotation
         for p in parameters
         if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
     }

@@ -1,4 +1,4 @@
-"""Plug-ins: modules of yours that register positional schemes, models and image sources.
+"""Plug-ins: your modules that register positional schemes, models and image sources.
 
 They are imported by name, from three places:
 
@@ -6,9 +6,9 @@ They are imported by name, from three places:
 - the environment variable ROPE_JAX_PLUGINS: `my_schemes,more_schemes`;
 - the entry points `rope_jax.plugins` of installed packages.
 
-A run records in its config.json the names that were given, and the entry points that registered
-what it uses. Whatever loads the run imports them again, so modules must be installed, in PYTHONPATH
-or in the current folder. docs/own_scheme.md has an example.
+The config.json of a run records the names that were given, and the entry points that registered
+names in use. They are imported again whenever the run is loaded, so modules must be installed, in
+PYTHONPATH or in the current folder. docs/own_scheme.md has an example.
 """
 
 import functools
@@ -27,35 +27,35 @@ VARIABLE = "ROPE_JAX_PLUGINS"
 ENTRY_POINTS = "rope_jax.plugins"
 
 # Plug-in -> names that it registered, in the order of loading. None stands for a plug-in that was
-# asked for by name, or whose module had been imported before.
+# requested by name, or whose module had been imported before.
 _loaded: dict[str, set[str] | None] = {}
-_importing: list[set[str]] = []  # what the modules being imported have registered, inner ones last
+_importing: list[set[str]] = []  # names registered by the modules being imported, inner ones last
 
 
-def registered(name: str) -> None:
-    """Notes a scheme, model, head or image source as that of the plug-ins being imported."""
+def note_name(name: str) -> None:
+    """Notes the name of a scheme, model, head or image source for the plug-ins being imported."""
     for names in _importing:
         names.add(name)
 
 
-def needed(text: str) -> tuple[str, ...]:
+def find_needed(text: str) -> tuple[str, ...]:
     """Names of the loaded plug-ins that belong to a run or a model.
 
-    These are all that were asked for by name, and the entry points that registered what is used.
+    These are all that were requested by name, and the entry points that registered a name in use.
 
     Args:
         text: that contains the names of model, schemes, head and image source.
     """
     words = set(re.findall(r"\w+", text))
-    return tuple(name for name, own in _loaded.items() if own is None or own & words)
+    return tuple(name for name, names in _loaded.items() if names is None or names & words)
 
 
-def loaded() -> tuple[str, ...]:
+def list_loaded() -> tuple[str, ...]:
     """Names of the plug-ins that have been imported, in this order."""
     return tuple(_loaded)
 
 
-def load(names: Iterable[str], *, wanted_by: str = "--plugins") -> None:
+def load(names: Iterable[str], *, required_by: str = "--plugins") -> None:
     """Imports plug-ins, unless they have been imported before.
 
     >>> load(["no_such_module"])
@@ -64,18 +64,18 @@ def load(names: Iterable[str], *, wanted_by: str = "--plugins") -> None:
 
     Args:
         names: of modules: "my_schemes", "my_package.schemes".
-        wanted_by: where the names come from, for error messages.
+        required_by: where the names come from, for error messages.
 
     Raises:
         ValueError: there is no such module, or importing it raises an exception.
     """
     for name in names:
-        _import(name, wanted_by)
+        _import(name, required_by)
         _loaded[name] = None
 
 
-def _import(name: str, wanted_by: str) -> set[str] | None:
-    """Imports a plug-in; returns what it registered, or None if it had been imported before."""
+def _import(name: str, required_by: str) -> set[str] | None:
+    """Imports a plug-in; returns the names that it registered, or None if already imported."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:  # as for `python -m`, but last
         sys.path.append(folder)
@@ -92,7 +92,7 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
         )
         missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
         raise ValueError(
-            f"plug-in {name!r} ({wanted_by}) cannot be imported: {type(error).__name__}: "
+            f"plug-in {name!r} ({required_by}) cannot be imported: {type(error).__name__}: "
             f"{error}{find_line(error)}{advice if missing else ''}"
         ) from error
     finally:
@@ -100,10 +100,10 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
     return names
 
 
-def named_in(config: Any) -> list[str]:
-    """The plug-ins in a run's stored config; none in one that is damaged.
+def stored_names(config: Any) -> list[str]:
+    """Names of the plug-ins in a run's stored config; none if it is damaged.
 
-    >>> named_in({"plugins": ["my_schemes"]}), named_in({"plugins": "my_schemes"})
+    >>> stored_names({"plugins": ["my_schemes"]}), stored_names({"plugins": "my_schemes"})
     (['my_schemes'], [])
 
     Args:
@@ -121,12 +121,12 @@ def load_installed() -> None:
 
     One that cannot be imported is a warning: a program may not need it.
     """
-    named = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
-    found = [(name, VARIABLE) for name in named]
+    variable_names = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
+    entries = [(name, VARIABLE) for name in variable_names]
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = "a package" if point.dist is None else point.dist.name
-        found.append((point.module, f"entry point {point.name} of {package}"))
-    for name, origin in found:
+        entries.append((point.module, f"entry point {point.name} of {package}"))
+    for name, origin in entries:
         try:
             names = _import(name, origin)
         except ValueError as error:

@@ -32,19 +32,19 @@ class Registry[T](dict[str, T]):
         elsewhere: Callable[[str], str | None] = lambda name: None,
         listed_by: str | None = None,
     ):
-        """Takes what the values are, in words, and the first ones.
+        """Creates a registry with its first values.
 
         Args:
             kind: "positional scheme", for error messages.
             values: by name.
             elsewhere: a hint for a name that papers or other libraries use, or None.
-            listed_by: what lists all names, where they are too many for an error message.
+            listed_by: a call that lists all names, if they are too many for an error message.
         """
         super().__init__(values)
         self._kind, self._elsewhere, self._listed_by = kind, elsewhere, listed_by
 
     def register(self, name: str, value: T) -> None:
-        """Adds a value; raises ValueError if there is one of this name, or it is no identifier."""
+        """Adds a value; raises ValueError if the name exists, or is not an identifier."""
         if not name.isidentifier() or keyword.iskeyword(name):  # which the notation cannot say
             raise ValueError(
                 f"a {self._kind} cannot be named {name!r}: use letters, digits and _, and no word "
@@ -53,10 +53,10 @@ class Registry[T](dict[str, T]):
         if name in self:
             raise ValueError(f"a {self._kind} named {name!r} exists already: choose another name")
         self[name] = value
-        plugins.registered(name)
+        plugins.note_name(name)
 
     def names(self, pattern: str = "*") -> list[str]:
-        """All names that match a shell-style pattern, sorted; those of plug-ins, too."""
+        """All names that match a shell-style pattern, sorted, including those of plug-ins."""
         plugins.load_installed()
         return sorted(fnmatch.filter(self, pattern))
 

@@ -28,8 +28,8 @@ def image_pair(size: Any) -> tuple[int, int]:
         pair = pair * 2 if len(pair) == 1 else pair
     elif not isinstance(size, Sequence):
         pair = (size, size)
-    whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in pair)
-    if len(pair) != 2 or not whole or min(pair) < 1:
+    integral = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in pair)
+    if len(pair) != 2 or not integral or min(pair) < 1:
         raise ValueError(
             f"image size {size!r} must be a positive number of pixels, 224, "
             "or a height and a width, (224, 320) or 224x320"
@@ -43,38 +43,38 @@ def size_text(size: Sequence[int]) -> str:
 
 
 def other_command(module: str) -> str:
-    """Another command in the form that the user typed this one, for hints.
+    """Formats another command in the way the user typed this one, for hints.
 
     >>> other_command("rope_jax.data.verify")  # or "rope_jax data verify", under `rope_jax`
     'python -m rope_jax.data.verify'
     """
-    called = sys.argv[0].startswith("rope_jax ")
-    return module.replace(".", " ") if called else f"python -m {module}"
+    is_subcommand = sys.argv[0].startswith("rope_jax ")
+    return module.replace(".", " ") if is_subcommand else f"python -m {module}"
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: one that it begins, or the closest one, then all of them.
+def closest(word: str, names: Iterable[str]) -> str:
+    """A hint for an unknown word: a name that starts with it, or the closest one, then all names.
 
     >>> closest("appe", ["ape", "none"])
     "did you mean 'ape'? known: ape, none"
     >>> closest("pos", ["epochs", "position"])
     "did you mean 'position'? known: epochs, position"
     """
-    known = list(known)
-    begun = [name for name in known if word and name.startswith(word)]
-    close = begun or difflib.get_close_matches(word, known, 1)
+    names = list(names)
+    begun = [name for name in names if word and name.startswith(word)]
+    close = begun or difflib.get_close_matches(word, names, 1)
     return (
         f"did you mean {close[0]!r}? " if close else ""
-    ) + f"known: {', '.join(known) or 'none'}"
+    ) + f"known: {', '.join(names) or 'none'}"
 
 
-def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """The known words that are most like an unknown one, for a hint among many.
+def nearest(word: str, names: Iterable[str], count: int = 3) -> str:
+    """The names that are most similar to an unknown word, for a hint among many.
 
     >>> nearest("swin_tiny", ["swin_t", "swin_s", "nat_mini", "deit_s16"], 2)
     "the nearest are 'swin_t', 'swin_s'"
     """
-    close = difflib.get_close_matches(word, list(known), count, cutoff=0.0)
+    close = difflib.get_close_matches(word, list(names), count, cutoff=0.0)
     return f"the nearest are {', '.join(map(repr, close))}"
 
 

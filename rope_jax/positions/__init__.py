@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from flax import nnx
 
 from rope_jax.names.notation import Call, parse
-from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.options import convert_options, find_options
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -101,8 +101,8 @@ def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
 def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     name = call.name
     cls = SCHEMES[name]
-    extension_options = {} if cls.extension is None else options_of(type(cls.extension))
-    own_options = options_of(cls.__init__)  # they take precedence over the extension's
+    extension_options = {} if cls.extension is None else find_options(type(cls.extension))
+    own_options = find_options(cls.__init__)  # they take precedence over the extension's
     declared = own_options | extension_options | own_options
     options = convert_options(name, dict(call.options), declared)
     extended = {option: options.pop(option) for option in options.keys() - own_options.keys()}

@@ -34,7 +34,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.names.notation import parse
-from rope_jax.names.options import NotNegative, Positive, convert, convert_options, options_of
+from rope_jax.names.options import NotNegative, Positive, convert, convert_options, find_options
 
 RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 
@@ -211,7 +211,7 @@ def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> 
         call, *more = parse(extend, "extend")
         if more or call.inner:
             raise ValueError(f"extend={extend} must be one rule, such as ntk or yarn(beta=8)")
-        fields = options_of(Extension)
+        fields = find_options(Extension)
         options["extend"] = convert(call.name, fields.pop("extend"), "extend")
         options |= convert_options(call.name, dict(call.options), fields)
     schemes = [m for _, m in nnx.iter_modules(model) if getattr(m, "extension", None) is not None]

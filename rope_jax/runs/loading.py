@@ -62,22 +62,22 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """Loads the model that arguments of `commands.arguments.add_model_arguments` name.
 
     Raises:
-        ConfigError: the arguments name no model or two, contradict each other, or name a model,
-            checkpoint or file that does not exist or does not fit.
+        ConfigError: the arguments name no model or two models, contradict each other, or name a
+            model, checkpoint or file that does not exist or does not fit.
     """
     if (arguments.workdir is None) == (arguments.model is None):
         raise ConfigError("name either the WORKDIR of a run or a --model")
     named = arguments.workdir is None
-    wanted, others = ("a WORKDIR", _OF_RUNS) if named else ("--model", _OF_MODELS)
-    if given := [name for name in others if getattr(arguments, name) not in (None, "")]:
-        raise ConfigError(f"--{given[0]} goes with {wanted}: leave it out")
+    required, others = ("a WORKDIR", _OF_RUNS) if named else ("--model", _OF_MODELS)
+    if conflicting := [name for name in others if getattr(arguments, name) not in (None, "")]:
+        raise ConfigError(f"--{conflicting[0]} needs {required}: leave it out")
     if named:
         return _load_named(arguments)
     return load_run(arguments.workdir, step=arguments.step, seed=arguments.seed)
 
 
 def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) -> LoadedModel:
-    """Loads the model of a run: of its newest checkpoint, or of a step; of its first seed, or one.
+    """Loads the model of a run: of the newest checkpoint or a step, of the first seed or another.
 
     Raises:
         ConfigError: the folder holds no such checkpoint.
@@ -106,9 +106,9 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         )
     if None not in (arguments.weights, arguments.pretrained):
         raise ConfigError("--weights and --pretrained name two weights: leave one out")
-    for given in (arguments.model, arguments.weights):
-        if given is not None and pathlib.Path(given, "checkpoints").is_dir():
-            raise ConfigError(f"{given} is the workdir of a run: name it alone, without --model")
+    for path in (arguments.model, arguments.weights):
+        if path is not None and pathlib.Path(path, "checkpoints").is_dir():
+            raise ConfigError(f"{path} is the workdir of a run: name it alone, without --model")
     seed, size = arguments.seed or 0, arguments.image_size
     dtype, options = jnp.dtype(arguments.dtype or "float32"), model_overrides(arguments.options)
     with blame("--model"):

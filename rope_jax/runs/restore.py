@@ -15,7 +15,7 @@ from rope_jax.names import plugins
 from rope_jax.names.notation import parse
 from rope_jax.names.options import convert
 from rope_jax.system.files import warn
-from rope_jax.system.sharding import make_mesh, replicated, with_shardings
+from rope_jax.system.sharding import make_mesh, replicate, with_shardings
 from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import create
@@ -29,7 +29,7 @@ from rope_jax.weights.released import find_weights
 
 
 def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], F]:
-    """`functools.wraps`, of which type checkers see the signature."""
+    """Wraps a function (`functools.wraps`), so that type checkers see the signature."""
     return functools.wraps(function)
 
 
@@ -37,13 +37,13 @@ def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], 
 def create_model(
     name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
 ) -> nnx.Module:
-    """`rope_jax.weights.create.create_model`, which also opens the workdir of a run."""
+    """Extends `rope_jax.weights.create.create_model` to workdirs of runs."""
     if pretrained in (False, name) and without_runs.names_weights(os.fspath(name)):
-        weights = _of_run(name)
+        weights = _open_run(name)
         if isinstance(weights, WeightsFile):
             name, pretrained = weights.description.name, weights
     elif not isinstance(pretrained, bool):
-        pretrained = _of_run(pretrained)
+        pretrained = _open_run(pretrained)
     return without_runs.create_model(name, pretrained=pretrained, **settings)
 
 
@@ -99,9 +99,9 @@ def read_checkpoint(
         raise FileNotFoundError(f"{path} {problem}; pass the WORKDIR of a run of rope_jax train")
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
-        about = checkpoints.about(step)
-        stored, where = about.get("config"), f"checkpoint {step} of {path}"
-        plugins.load(plugins.named_in(stored), wanted_by=f"of the run {path}")
+        entries = checkpoints.about(step)
+        stored, where = entries.get("config"), f"checkpoint {step} of {path}"
+        plugins.load(plugins.stored_names(stored), required_by=f"of the run {path}")
         config = resolve_stored(stored, where)
         if ema and config.ema_decay is None:
             raise ValueError(
@@ -109,19 +109,19 @@ def read_checkpoint(
                 "ema=None or False"
             )
         averaged = config.averaged if ema is None else ema
-        own = seeds.single(config, seed)
-        model = create(own)
+        seed_config = seeds.single(config, seed)
+        model = create(seed_config)
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
         all_states = {name: nnx.state(model, kind) for name, kind in kinds.items()}
         states = {name: nnx.to_pure_dict(state) for name, state in all_states.items() if state}
         shapes = jax.eval_shape(lambda: seeds.stack([states] * config.seeds))
-        loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
-        for state in seeds.take(loaded, config.seeds, own.seed - config.seed).values():
+        loaded = checkpoints.load(step, with_shardings(shapes, replicate(make_mesh())))
+        for state in seeds.take(loaded, config.seeds, seed_config.seed - config.seed).values():
             nnx.update(model, state)
-    model.preprocessing = preprocessing_of(own.data, own.eval.frame)
+    model.preprocessing = run_preprocessing(seed_config.data, seed_config.eval.frame)
     names = tuple[str, ...] | None
-    model.class_names = convert(about.get("class_names"), names, f"class_names of {where}")
-    return model, own, step
+    model.class_names = convert(entries.get("class_names"), names, f"class_names of {where}")
+    return model, seed_config, step
 
 
 def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:
@@ -131,8 +131,8 @@ def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:
         if step is None:
             raise FileNotFoundError(f"{path} holds no checkpoints yet")
     elif step not in checkpoints.steps():
-        there = checkpoints.steps()
-        raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {there}")
+        existing = checkpoints.steps()
+        raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {existing}")
     elif problem := checkpoints.problem(step):
         raise ValueError(f"checkpoint {step} of {path} is damaged: {problem}; leave the step out")
     return step
@@ -142,8 +142,8 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
     """Loads the weights of `--config.init_from` into a fresh model.
 
     Position tables are resized by their scheme's rule. A head for another number of classes keeps
-    its initial weights. If options or schemes differ from those of the weights, or what images are
-    normalised by, a warning says so.
+    its initial weights. A warning is printed if options, schemes or the normalisation of images
+    differ from those of the weights.
 
     Args:
         model: is changed in place.
@@ -154,29 +154,29 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
     Raises:
         ConfigError: there are no weights, or their names or shapes are another model's.
     """
-    tell = lambda message: warn(f"WARNING: {message}")
+    report = lambda message: warn(f"WARNING: {message}")
     kind, _, tag = where.partition(":")
     with blame("--config.init_from"):
         if kind == "released":
             asked = {"position": model.notation, "head": model.head_notation}
             opened = find_weights(model.name, tag or True, **asked).open()
         else:
-            opened = open_weights(_of_run(where))
+            opened = open_weights(_open_run(where))
         with opened as file:
-            load_weights(model, file, new_head=True, other_model=tell)
+            load_weights(model, file, new_head=True, other_model=report)
     expected = model.preprocessing
     if expected is not None and (expected.mean, expected.std) != (data.mean, data.std):
-        tell(
+        report(
             f"the weights of {where} expect images normalised with other numbers than this run's: "
             f'--config.data.mean="{expected.mean}" --config.data.std="{expected.std}"'
         )
     print(f"starting from the weights of {where}")
 
 
-def preprocessing_of(data: DataConfig, frame: str) -> Preprocessing:
+def run_preprocessing(data: DataConfig, frame: str) -> Preprocessing:
     """The preprocessing of a run's test images.
 
-    >>> preprocessing_of(DataConfig(), "centre(crop=0.9)").crop
+    >>> run_preprocessing(DataConfig(), "centre(crop=0.9)").crop
     0.9
 
     Args:
@@ -190,8 +190,8 @@ def preprocessing_of(data: DataConfig, frame: str) -> Preprocessing:
     return Preprocessing(data.mean, data.std, **options)
 
 
-def _of_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:
-    """The weights of a run's newest checkpoint, if this is a workdir; else what is given."""
+def _open_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:
+    """Opens the weights of a run's newest checkpoint; returns other paths unchanged."""
     if not os.path.isdir(where) or not os.path.isdir(os.path.join(where, "checkpoints")):
         return where
     model, _ = load_checkpoint(os.fspath(where))

@@ -25,14 +25,14 @@ from rope_jax.evaluate.curves import accuracy_against_resolution
 from rope_jax.evaluate.results import Row
 from rope_jax.runs import restore
 from rope_jax.system.files import SaveFailed
-from rope_jax.system.processes import decided_by_first
+from rope_jax.system.processes import decide_by_first
 from rope_jax.tasks import seeds
 from rope_jax.training.agreement import (
-    about,
     agree,
+    describe_run,
+    report_failure,
     require_equal,
     require_equal_weights,
-    told_to_all,
 )
 from rope_jax.training.folder import Run
 from rope_jax.training.kernels import choices_for_training, kernels_of_run
@@ -96,8 +96,8 @@ def evaluate_newest(
 def _prepare(
     config: Config, run: Run, strict_restore: bool, resume_override: Sequence[str]
 ) -> tuple[Setup, nnx.Module]:
-    """Loads plug-ins, images and model; several processes compare what they have before them."""
-    with told_to_all():
+    """Loads plug-ins, images and model; several processes compare them."""
+    with report_failure():
         setup, model = prepare(run.with_plugins(config))
     if jax.process_count() > 1:
         flags = {
@@ -105,7 +105,7 @@ def _prepare(
             "--strict_restore": str(strict_restore),
             "--resume_override": str(resume_override),
         }
-        agree(flags | about(setup, model), run.workdir)
+        agree(flags | describe_run(setup, model), run.workdir)
     return setup, model
 
 
@@ -116,7 +116,7 @@ def start(setup: Setup, model: nnx.Module) -> State:
         steps = pathlib.Path(config.init_from, "checkpoints").glob("*/manifest.json")
         names = sorted(path.parent.name for path in steps)
         require_equal({f"the steps of --config.init_from={config.init_from}": str(names)})
-        with told_to_all():
+        with report_failure():
             _start_from_weights(model, config)
     require_equal_weights(model)
     state = initial_state(setup, model)
@@ -125,13 +125,13 @@ def start(setup: Setup, model: nnx.Module) -> State:
 
 
 def _start_from_weights(model: nnx.Module, config: Config) -> None:
-    """Loads the weights of `init_from` into the fresh model, in place; into that of every seed."""
+    """Loads the weights of `init_from` into the fresh models of all seeds, in place."""
     graph, stacked = nnx.split(model)
     states = []
     for state in seeds.split(stacked, config.seeds):
-        one = nnx.merge(graph, state)
-        restore.start_from(one, config.init_from, config.data)
-        states.append(nnx.state(one))
+        seed_model = nnx.merge(graph, state)
+        restore.start_from(seed_model, config.init_from, config.data)
+        states.append(nnx.state(seed_model))
     nnx.update(model, seeds.stack(states))
 
 
@@ -141,14 +141,14 @@ def finish(setup: Setup, state: State, run: Run, signals: Signals) -> None:
     Raises:
         SaveFailed: something could not be written, or the workdir is no longer this run's.
     """
-    step, workdir, wanted = int(state["step"]), run.workdir, planned_rows(setup)
+    step, workdir, expected = int(state["step"]), run.workdir, planned_rows(setup)
     with blame("--workdir"):
-        results = decided_by_first(lambda: usable_results(workdir))
-    stale = not (results and results["step"] == step and same_rows(results, wanted))
+        results = decide_by_first(lambda: usable_results(workdir))
+    stale = not (results and results["step"] == step and same_rows(results, expected))
     rows = evaluate_state(setup, state, signals=signals) if stale else results["eval"]
-    decided_by_first(run.checkpoints.require_ours, SaveFailed)
+    decide_by_first(run.checkpoints.require_ours, SaveFailed)
     try:
-        decided_by_first(lambda: _present(setup, state, workdir, rows, stale=stale), SaveFailed)
+        decide_by_first(lambda: _present(setup, state, workdir, rows, stale=stale), SaveFailed)
     except OSError as error:
         raise SaveFailed(
             f"{error}; step {step} is saved: run the same command again to write what is missing"
@@ -176,8 +176,8 @@ def _present(
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[
                 main_score(row)
             ]
-            for name, own in lines.items()
-            for row in own
+            for name, line_rows in lines.items()
+            for row in line_rows
         }
         write_board(workdir, step, numbers=accuracies, pictures=filter(None, pictures))
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"

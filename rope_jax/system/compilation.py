@@ -11,8 +11,8 @@ def keep_compiled() -> None:
     """Enables jax's persistent compilation cache, in `xla` of the cache folder.
 
     The environment variables of jax take precedence: JAX_COMPILATION_CACHE_DIR sets another folder,
-    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Into a folder that cannot be written jax
-    stores nothing, with a warning.
+    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. If the folder cannot be written, jax
+    prints a warning and stores nothing.
     """
     if jax.config.jax_compilation_cache_dir is None:
         with contextlib.suppress(RuntimeError):  # a user without a home folder

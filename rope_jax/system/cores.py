@@ -47,14 +47,14 @@ def keep_freed_memory() -> bool:
     XLA allocates the intermediate arrays of a program anew at each call. Where glibc has returned
     their memory, Linux clears every page again before its next use, a large part of the time of a
     small model's training step. The process may then keep as much memory as it has had in use,
-    but for blocks of more than 64 MiB that other threads than the main one allocate.
+    except for blocks of more than 64 MiB that other threads than the main one allocate.
 
     Returns:
-        Whether it was done: not without glibc, nor where MALLOC_MMAP_THRESHOLD_,
+        True if it was done; False without glibc, and where MALLOC_MMAP_THRESHOLD_,
         MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_ or GLIBC_TUNABLES is set.
     """
-    own = {f"MALLOC_{name}_" for name in _MALLOPT} | {"GLIBC_TUNABLES"}
-    if own & os.environ.keys():
+    variables = {f"MALLOC_{name}_" for name in _MALLOPT} | {"GLIBC_TUNABLES"}
+    if variables & os.environ.keys():
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

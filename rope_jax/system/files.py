@@ -42,7 +42,7 @@ def cache_folder() -> pathlib.Path:
 def open_regular(path: str | os.PathLike, *, at_most: int | None = None) -> Iterator[IO[bytes]]:
     """Opens a file for reading, if it is a regular file of a limited size.
 
-    Others (pipes, devices) may have no end, or make a reader wait for ever.
+    Others (pipes, devices) may have no end, or make a reader wait forever.
 
     >>> with open_regular("/dev/zero") as file:
     ...     pass
@@ -76,7 +76,7 @@ def read_json(path: str | os.PathLike) -> Any:
     """The value in a JSON file that may be damaged.
 
     Raises:
-        ValueError: it is no regular file, or not JSON.
+        ValueError: it is not a regular file, or not JSON.
         OSError: it cannot be read.
     """
     content = read_regular(path, at_most=_JSON_BYTES)
@@ -87,9 +87,9 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def set_aside(path: pathlib.Path, why: object, suffix: str = "damaged") -> pathlib.Path:
-    """Renames what cannot be used to NAME.suffix (.2, ...), with a warning; returns the new path.
+    """Renames an unusable file to NAME.suffix (.2, ...), with a warning; returns the new path.
 
-    Nothing is deleted: the damage may be one that its owner can repair.
+    Nothing is deleted: its owner may be able to repair the damage.
     """
     target, number = path.with_name(f"{path.name}.{suffix}"), 1
     while os.path.lexists(target):
@@ -137,14 +137,15 @@ def sync(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
+def lock(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
     """Locks a workdir (created if missing) for this process.
 
     The operating system releases the lock when the process ends, however it ends, so locks are
     never stale.
 
     Yields:
-        a function: whether the workdir still has this lock, so was not deleted, moved or replaced.
+        a function that checks whether the workdir still has this lock: False if it was deleted,
+        moved or replaced.
 
     Raises:
         ValueError: another process holds it; the message names it.
@@ -166,8 +167,10 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
                 f"{path} cannot be locked ({error.strerror}): use a workdir on a file system with "
                 "locks, or mount this one with them"
             ) from error
-        for left in workdir.glob("*.[0-9]*.tmp"):  # by a process that was killed in `write_file`
-            left.unlink(missing_ok=True)
+        for leftover in workdir.glob(
+            "*.[0-9]*.tmp"
+        ):  # by a process that was killed in `write_file`
+            leftover.unlink(missing_ok=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield functools.partial(_has_name, file, path)
@@ -176,5 +179,5 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
 def _has_name(file: IO[bytes], path: pathlib.Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError as error:  # of another error it cannot be told; writing will fail, too
+    except OSError as error:  # other errors leave it open; writing will fail, too
         return error.errno not in (errno.ENOENT, errno.ENOTDIR)

@@ -53,7 +53,7 @@ def open_npz(path: str | os.PathLike) -> Iterator[Npz]:
     ({'a': ((2, 3), dtype('float64'))}, np.float64(0.0))
 
     Raises:
-        ValueError: it is no regular file, or not an .npz file, or a member is not an array.
+        ValueError: it is not a regular file or not an .npz file, or a member is not an array.
         OSError: it cannot be read.
     """
     path = os.fspath(path)
@@ -90,7 +90,7 @@ def _header(file: zipfile.ZipExtFile) -> tuple[tuple[int, ...], np.dtype]:
 
 @contextlib.contextmanager
 def _blame(message: str) -> Iterator[None]:
-    """Turns what zipfile and NumPy raise for a damaged file into a ValueError with this message."""
+    """Turns errors of zipfile and NumPy for a damaged file into a ValueError with this message."""
     try:
         yield
     except _DAMAGE as error:

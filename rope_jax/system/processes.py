@@ -80,24 +80,25 @@ def require_equal_devices() -> None:
         )
 
 
-def texts_of_all(text: str) -> list[str]:
-    """The texts of all processes, in the order of their numbers, in each of them."""
+def gather_texts(text: str) -> list[str]:
+    """Gathers the texts of all processes, in the order of their numbers, in each of them."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
-    sizes = _of_all(np.int32(len(data)))
+    sizes = _gather(np.int32(len(data)))
     padded = np.zeros(max(1, sizes.max()), np.uint8)
     padded[: len(data)] = data
-    rows = _of_all(padded)
+    rows = _gather(padded)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def decided_by_first(choose: Callable[[], Any], kind: type[OSError] = OSError) -> Any:
-    """The first process's choice, a value of JSON, in all processes, which must all call this.
+def decide_by_first(choose: Callable[[], Any], kind: type[OSError] = OSError) -> Any:
+    """Shares the first process's choice, a value of JSON, with all processes; all must call this.
 
     Args:
         choose: called by the first process.
-        kind: in which all processes raise its ValueError or OSError, where they are several.
+        kind: the exception that all processes raise for its ValueError or OSError, if there are
+            several processes.
     """
     if jax.process_count() == 1:
         return choose()
@@ -107,11 +108,11 @@ def decided_by_first(choose: Callable[[], Any], kind: type[OSError] = OSError) -
             answer["choice"] = choose()
         except (ValueError, OSError) as error:
             answer["error"] = str(error)
-    answer = json.loads(texts_of_all(json.dumps(answer))[0])
+    answer = json.loads(gather_texts(json.dumps(answer))[0])
     if "error" in answer:
         raise kind(answer["error"])
     return answer["choice"]
 
 
-def _of_all(array: Any) -> np.ndarray:
+def _gather(array: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array))

@@ -68,7 +68,7 @@ def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:
     return Mesh(devices.reshape(-1, fsdp), (DATA, FSDP), axis_types=(AxisType.Auto,) * 2)
 
 
-def replicated(mesh: AnyMesh) -> NamedSharding:
+def replicate(mesh: AnyMesh) -> NamedSharding:
     """A copy on every device."""
     return NamedSharding(mesh, P())
 
@@ -87,14 +87,14 @@ def split_parameter(shape: tuple[int, ...], mesh: AnyMesh) -> NamedSharding:
     parts = dict(mesh.shape).get(FSDP, 1)
     axes = [(length, axis) for axis, length in enumerate(shape) if length % parts == 0]
     if parts == 1 or not axes or np.prod(shape) < SMALLEST:
-        return replicated(mesh)
+        return replicate(mesh)
     spec = [None] * len(shape)
     spec[max(axes)[1]] = FSDP
     return NamedSharding(mesh, P(*spec))
 
 
 def on_every_device(mesh: AnyMesh) -> Callable[[tuple[int, ...]], bool]:
-    """Returns whether every device holds all of an array of the training state, by its shape."""
+    """Returns a check, by shape, whether every device holds all of an array of the state."""
     return lambda shape: split_parameter(shape, mesh).is_fully_replicated
 
 
@@ -128,14 +128,14 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
     )
 
 
-def share() -> tuple[int, int]:
+def process_shard() -> tuple[int, int]:
     """(k, n): this process works on part k of n equal parts of each batch."""
     return jax.process_index(), jax.process_count()
 
 
-def share_of(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def take_shard(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """This process's part of a batch of which every process holds all."""
-    part, parts = share()
+    part, parts = process_shard()
     rows = lambda x: slice(part * len(x) // parts, (part + 1) * len(x) // parts)
     return {name: array[rows(array)] for name, array in batch.items()}
 
@@ -173,9 +173,9 @@ class MaximumOverProcesses:
         if jax.process_count() == 1:
             return number
         mesh = make_mesh()
-        own = np.full(jax.local_device_count(), number, np.int32)
-        numbers = jax.make_array_from_process_local_data(split_batch(mesh), own)
-        previous, self._pending = self._pending, _maximum(numbers, replicated(mesh))
+        local = np.full(jax.local_device_count(), number, np.int32)
+        numbers = jax.make_array_from_process_local_data(split_batch(mesh), local)
+        previous, self._pending = self._pending, _maximum(numbers, replicate(mesh))
         return 0 if previous is None else int(previous)
 
 
@@ -206,7 +206,7 @@ def over_batch(f: Callable[[Any, Any], Any], batched: Any, shared: Any) -> Any:
 
 
 def explicit_mesh(x: Array) -> AbstractMesh | None:
-    """The mesh in force, or else that of an array, if it has Explicit axes; otherwise None."""
+    """The mesh in force, or that of an array, if it has Explicit axes; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
     return mesh if mesh.explicit_axes else None
@@ -221,24 +221,24 @@ def by_example(x: Array) -> Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, split_batch(mesh))
 
 
-def gathered(x: Array) -> Array:
-    """Constrains an array to be on every device, for what all of them compute alike.
+def gather(x: Array) -> Array:
+    """Constrains an array to be on every device, for computations that all of them repeat.
 
-    A loop over examples whose number of steps differs would else wait for all devices at each step.
+    Otherwise a loop whose number of steps differs by example would wait for all devices each step.
     """
     mesh = _mesh_for([])
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, replicated(mesh))
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, replicate(mesh))
 
 
 def _mesh_for(batched: list[Array]) -> AbstractMesh | None:
     """The mesh of `use_mesh`, if it divides these arrays; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
-    ours = (
+    usable = (
         mesh.size > 1
         and mesh.axis_names == _batch_axes(mesh)
         and all(kind == AxisType.Auto for kind in mesh.axis_types)
     )
-    return mesh if ours and all(x.shape[0] % mesh.size == 0 for x in batched) else None
+    return mesh if usable and all(x.shape[0] % mesh.size == 0 for x in batched) else None
 
 
 def use_mesh(mesh: AnyMesh) -> Any:

@@ -11,35 +11,36 @@ Training calls
 
 An `Evaluator` calls
 
-- `count(outputs, batch, images)`: what the scores need of an evaluation batch: a tree of arrays,
-  from the outputs of the model for its images. `mask` of the batch is False for padding, and
-  `index` is the number of each image.
+- `count(outputs, batch, images)`: the contribution of an evaluation batch to the scores: a tree of
+  arrays, from the outputs of the model for its images. `mask` of the batch is False for padding,
+  and `index` is the number of each image.
 - `scores(parts, images)`: the scores of a set by name, from these trees of all its batches.
 
 `python -m rope_jax.evaluate` calls
 
 - `open(dataset, folder, size, crop)`: the images of one of `sets`, the task's names for --dataset.
-- `framed(images, size, frame)`, of images that differ in size: these as they are evaluated; `size`
-  is the one that is asked for, or None, and `frame` that of the run's own evaluation, or None.
-- `identity(images, folder, model, preprocessing, asked)`: what identifies a row, next to the
-  settings of all tasks. `asked` has the arguments that are for the task alone (`flags`).
-- `evaluate(evaluator, model, images, pictures, asked)`: a row, and what was predicted for the
-  first images. `protocol` of the row says how images were seen, and `note`, where there is one,
-  what its protocol ends with.
-- `draw(found, class_names, classes, path)`: writes a picture of these predictions.
+- `frame_images(images, size, frame)`, for images that differ in size: the images at the sizes for
+  evaluation; `size` is the requested one, or None, and `frame` that of the run's own evaluation, or
+  None.
+- `identity(images, folder, model, preprocessing, options)`: the identity of a row, next to the
+  settings of all tasks. `options` has the arguments that are for the task alone (`flags`).
+- `evaluate(evaluator, model, images, pictures, options)`: a row, and predictions for the first
+  images. `protocol` of the row describes the evaluated images, and `note`, if any, is the end of
+  its protocol.
+- `draw(predictions, class_names, classes, path)`: writes a picture of these predictions.
 
-At its end, a run of a task with a `picture`, which is the name of a file, calls `predict(evaluator,
-images, count)`, what is predicted for the first images of a set, for `draw`.
+When training ends, a run of a task with a `picture`, the name of a file, calls `predict(evaluator,
+images, count)`, which returns predictions for the first images of a set, for `draw`.
 
 A task also has
 
-- `labels`, the kind of labels that it needs, and `does`, words for what its models do;
+- `labels`, the kind of labels that it needs, and `does`, a description of its models;
 - `sets`, `flags` and `batch_size` of the command;
 - for tables `titles`, the scores that they show by name, of which the first is the main one;
   `score_name`, the main one in a sentence; `class_score`, the name of a list of scores of the
   classes and its name in a sentence, or None;
 - `picture`, None for a task without `predict` and `draw`. Only a task of images that differ in size
-  needs `framed`.
+  needs `frame_images`.
 
 It documents the fields of its batches. The task of a model is that of its head: a new task needs
 `TASKS.register`, and `rope_jax.models.heads.register_head` of a family that names it. Its `loss`
@@ -66,18 +67,18 @@ TASKS: Registry[Task] = Registry(
 )
 
 
-def task_of(model: nnx.Module) -> Task:
-    """The task that a model is for.
+def find_task(model: nnx.Module) -> Task:
+    """Finds the task of a model.
 
     >>> import rope_jax
-    >>> task_of(rope_jax.create_model("vit_digits", depth=1))
+    >>> find_task(rope_jax.create_model("vit_digits", depth=1))
     Classification()
     """
     return TASKS[model.task]
 
 
 def task_for(head: str | None) -> Task:
-    """The task that models with a head are for.
+    """The task of models with a head.
 
     >>> task_for("upernet(width=64)"), task_for(None)
     (Segmentation(), Classification())

@@ -10,8 +10,8 @@ from rope_jax.data.images import device
 Batch = dict[str, Array]
 
 
-def augmented(batch: Batch, options: DataConfig, *, seed: int | Array) -> Batch:
-    """A training batch with augmented and normalised images.
+def augment_batch(batch: Batch, options: DataConfig, *, seed: int | Array) -> Batch:
+    """Augments and normalises the images of a training batch.
 
     Args:
         batch: of `rope_jax.data.batches`, `image` uint8 [B, H, W, 3]; or, for a data set on the

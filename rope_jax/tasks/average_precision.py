@@ -1,10 +1,10 @@
 """Average precision of detections, as COCO defines it, by pycocotools.
 
-A detection is right if its box overlaps that of an object of its class in its image, by at least a
-threshold of intersection over union; each object counts for one detection, and the detections of
+A detection is correct if its box overlaps that of an object of its class in its image, by at least
+a threshold of intersection over union; each object counts for one detection, and detections with
 higher scores choose first. Objects that are left out (crowds, and those outside a range of areas)
-are neither missed nor found: a detection that matches one of them, and no other, does not count. A
-crowd is matched by its share of the detection's area, and by any number of them.
+count neither as missed nor as found: a detection that matches only one of them does not count. A
+crowd is matched by the fraction of the detection's area that it covers, and by any number of them.
 
 Source: Lin et al., Microsoft COCO (arXiv 1405.0312), and its evaluation code.
 """
@@ -24,7 +24,7 @@ from rope_jax.data import Truth
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
-class Found(NamedTuple):
+class ImageDetections(NamedTuple):
     """The detections of an image, in any order: corners x1, y1, x2, y2, scores and classes."""
 
     boxes: Float[np.ndarray, "D 4"]
@@ -42,22 +42,22 @@ def require_pycocotools() -> None:
 
 
 def average_precision(
-    found: Sequence[Found], truths: Sequence[Truth], classes: int
+    predictions: Sequence[ImageDetections], truths: Sequence[Truth], classes: int
 ) -> Mapping[str, Any]:
     """Average precision of the detections of a set of images.
 
     >>> box, label = np.array([[0.0, 0, 10, 10]]), np.int32([0])
     >>> objects = Truth(box, label, crowd=np.array([False]), area=np.array([100.0]))
     >>> boxes = np.array([[50.0, 50, 60, 60], [0, 0, 8, 10]])  # elsewhere, and four fifths of it
-    >>> one = Found(boxes, np.array([0.9, 0.8]), np.array([0, 0]))
-    >>> result = average_precision([one], [objects], classes=1)
+    >>> detections = ImageDetections(boxes, np.array([0.9, 0.8]), np.array([0, 0]))
+    >>> result = average_precision([detections], [objects], classes=1)
     >>> round(result["ap"], 2), round(result["ap50"], 2), result["ap_large"]
     (0.35, 0.5, None)
 
     Where scores are equal, the earlier image and the earlier detection come first.
 
     Args:
-        found: detections of each image; of a class, the 100 of the highest scores count.
+        predictions: detections of each image; of a class, the 100 highest-scoring ones count.
         truths: objects of each image.
         classes: number of classes.
 
@@ -76,12 +76,12 @@ def average_precision(
     ]
     detections = [
         {"image_id": image, "bbox": box, "category_id": k, "score": score, "area": box[2] * box[3]}
-        for image, one in enumerate(found)
-        for box, score, k in _rows(*one)
+        for image, prediction in enumerate(predictions)
+        for box, score, k in _rows(*prediction)
     ]
     with contextlib.redirect_stdout(io.StringIO()):
         annotated, detected = (
-            _indexed(entries, len(truths), classes) for entries in (objects, detections)
+            _index(entries, len(truths), classes) for entries in (objects, detections)
         )
         judge = COCOeval(annotated, detected, "bbox")
         judge.evaluate()
@@ -100,15 +100,15 @@ def _rows(boxes: Float[np.ndarray, "N 4"], *others: np.ndarray) -> Iterator[tupl
     return zip(sides.tolist(), *(values.tolist() for values in others), strict=True)
 
 
-def _indexed(entries: Sequence[Mapping[str, Any]], images: int, classes: int) -> Any:
-    """A set of pycocotools with these entries."""
+def _index(entries: Sequence[Mapping[str, Any]], images: int, classes: int) -> Any:
+    """Creates a set of pycocotools with these entries."""
     from pycocotools.coco import COCO
 
-    made = COCO()
-    made.dataset = {
+    dataset = COCO()
+    dataset.dataset = {
         "images": [{"id": image} for image in range(images)],
         "categories": [{"id": k} for k in range(classes)],
-        "annotations": [{**one, "id": number} for number, one in enumerate(entries, 1)],
+        "annotations": [{**entry, "id": number} for number, entry in enumerate(entries, 1)],
     }
-    made.createIndex()
-    return made
+    dataset.createIndex()
+    return dataset

@@ -1,4 +1,4 @@
-"""Pictures of images with boxes: those that are annotated beside those that a model finds."""
+"""Pictures of images with boxes: annotated boxes next to those that a model detects."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,19 +9,19 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
 from rope_jax.data import Truth
-from rope_jax.tasks.average_precision import Found
+from rope_jax.tasks.average_precision import ImageDetections
 from rope_jax.tasks.sheets import Colour, Panel, class_colours, draw_sheet, text_font
 
 SHOWN = 0.3  # least score of a box in a picture
 _LEAST, _MOST, _TIMES = 480, 768, 4  # widths of panels in pixels, and of small images times theirs
 
 
-class Detected(NamedTuple):
-    """An image as it is stored, its objects, and those that a model finds."""
+class DetectedImage(NamedTuple):
+    """A stored image, its objects, and the detections of a model."""
 
     image: UInt8[np.ndarray, "H W 3"]
     truth: Truth
-    found: Found
+    found: ImageDetections
 
 
 class _Box(NamedTuple):
@@ -33,12 +33,12 @@ class _Box(NamedTuple):
 
 
 def draw_detections(
-    detected: Sequence[Detected], class_names: Sequence[str] | None, classes: int, path: Path
+    detected: Sequence[DetectedImage], class_names: Sequence[str] | None, classes: int, path: Path
 ) -> None:
-    """Writes a picture: in each row an image with its objects, and with the boxes that are found.
+    """Writes a picture: in each row an image with its objects, and with the detected boxes.
 
-    Boxes have the colour and the name of their class; those that are found have their scores, and
-    only those of at least 0.3 are shown.
+    Boxes have the colour and the name of their class. Detected boxes have their scores, and only
+    those of at least 0.3 are shown.
 
     Args:
         detected: at least one image.
@@ -49,36 +49,38 @@ def draw_detections(
     names = [str(k) for k in range(classes)] if class_names is None else class_names
     colours = [tuple(colour) for colour in class_colours(classes + 1)[1:].tolist()]
     rows = []
-    for one in detected:
-        there = list(_annotated(one.truth, names, colours))
-        shown = list(_shown(one.found, names, colours))
-        height, width = one.image.shape[:2]
+    for item in detected:
+        objects = list(_truth_boxes(item.truth, names, colours))
+        detections = list(_detected_boxes(item.found, names, colours))
+        height, width = item.image.shape[:2]
         captions = (
-            f"{height} x {width} pixels, boxes: {len(there)}",
-            f"boxes with a score of {SHOWN} or more: {len(shown)}",
+            f"{height} x {width} pixels, boxes: {len(objects)}",
+            f"boxes with a score of {SHOWN} or more: {len(detections)}",
         )
-        pairs = zip((there, shown), captions, strict=True)
-        rows.append([Panel(_drawn(one.image, boxes), caption) for boxes, caption in pairs])
+        pairs = zip((objects, detections), captions, strict=True)
+        rows.append([Panel(_draw_boxes(item.image, boxes), caption) for boxes, caption in pairs])
     draw_sheet(("annotated", "found"), rows, path)
 
 
-def _annotated(truth: Truth, names: Sequence[str], colours: Sequence[Colour]) -> Iterator[_Box]:
+def _truth_boxes(truth: Truth, names: Sequence[str], colours: Sequence[Colour]) -> Iterator[_Box]:
     rows = zip(truth.boxes.tolist(), truth.labels.tolist(), truth.crowd.tolist(), strict=True)
     for corners, k, crowd in rows:
         yield _Box(corners, f"{names[k]} (crowd)" if crowd else names[k], colours[k])
 
 
-def _shown(found: Found, names: Sequence[str], colours: Sequence[Colour]) -> Iterator[_Box]:
-    """The boxes of high scores, the highest last: on top of the others."""
-    order = np.argsort(found.scores, kind="stable")
-    rows = zip(*(values[order].tolist() for values in found), strict=True)
+def _detected_boxes(
+    detections: ImageDetections, names: Sequence[str], colours: Sequence[Colour]
+) -> Iterator[_Box]:
+    """Yields the highest-scoring boxes, the highest last: on top of the others."""
+    order = np.argsort(detections.scores, kind="stable")
+    rows = zip(*(values[order].tolist() for values in detections), strict=True)
     for corners, score, k in rows:
         if score >= SHOWN:
             yield _Box(corners, f"{names[k]} {score:.2f}", colours[k])
 
 
-def _drawn(pixels: UInt8[np.ndarray, "H W 3"], boxes: Sequence[_Box]) -> Image.Image:
-    """An image with boxes, large enough for their names."""
+def _draw_boxes(pixels: UInt8[np.ndarray, "H W 3"], boxes: Sequence[_Box]) -> Image.Image:
+    """Draws boxes on an image, enlarged for their names."""
     height, width = pixels.shape[:2]
     scale = min(max(_LEAST, _TIMES * width), _MOST) / width
     size = (round(scale * width), max(1, round(scale * height)))
@@ -91,7 +93,7 @@ def _drawn(pixels: UInt8[np.ndarray, "H W 3"], boxes: Sequence[_Box]) -> Image.I
         pen.rectangle((left, top, right, bottom), outline=box.colour, width=2)
     for (left, top, *_), box in zip(placed, boxes, strict=True):
         across, high = (round(x) + 4 for x in font.getbbox(box.text)[2:])
-        # Above the box where there is room, else inside it; never beyond the image.
+        # Above the box if there is room, otherwise inside it; never beyond the image.
         x, y = max(0, min(left, size[0] - across)), top - high if top >= high else max(0, top)
         pen.rectangle((x, y, x + across, y + high), fill=box.colour)
         bright = np.dot(box.colour, (0.299, 0.587, 0.114)) > 140

@@ -24,7 +24,7 @@ from rope_jax.data import EVALUATION_SETS, EvaluationSet, Images, Streamed, spli
 from rope_jax.data.images import device, mixing
 from rope_jax.data.labels import find_labels
 from rope_jax.models.description import Preprocessing
-from rope_jax.tasks.augmented import Batch, augmented
+from rope_jax.tasks.augmented import Batch, augment_batch
 from rope_jax.tasks.evaluator import Evaluator, Row, weights_rule
 
 
@@ -42,9 +42,9 @@ def softmax_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) ->
 
 
 def binary_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> Float[Array, ""]:
-    """Mean cross entropy of one sigmoid per class, in nats; any share above 0 is a full target.
+    """Mean cross entropy of one sigmoid per class, in nats; any weight above 0 is a full target.
 
-    As DeiT-III trains (arXiv 2204.07118): both classes of a mixed image are targets.
+    Both classes of a mixed image are targets, as in DeiT-III (arXiv 2204.07118).
 
     Args:
         logits: [..., classes].
@@ -59,16 +59,16 @@ LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
 def soft_targets(
     first: Int[Array, " B"],
     second: Int[Array, " B"],
-    share: Float[Array, "B 1"] | float,
+    weight: Float[Array, "B 1"] | float,
     classes: int,
     smoothing: float,
 ) -> Float[Array, "B K"]:
-    """Smoothed targets of mixed examples: `share` of the first label, the rest of the second.
+    """Smoothed targets of mixed examples: `weight` of the first label, the rest of the second.
 
     Args:
         first: int [B], labels in [0, classes).
         second: int [B], likewise.
-        share: [B, 1], of each first label, 0 to 1; or one number for all.
+        weight: [B, 1], of each first label, 0 to 1; or one number for all.
         classes: number of classes.
         smoothing: label smoothing in [0, 1).
 
@@ -78,12 +78,12 @@ def soft_targets(
     first, second = (
         jax.nn.one_hot(labels, classes, dtype=jnp.float32) for labels in (first, second)
     )
-    return optax.smooth_labels(share * first + (1 - share) * second, smoothing)
+    return optax.smooth_labels(weight * first + (1 - weight) * second, smoothing)
 
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """Images have a class each; scored by accuracy. See `rope_jax.tasks`."""
+    """Each image has one class; scored by accuracy. See `rope_jax.tasks`."""
 
     labels = find_labels("images")
     does = "classify images"
@@ -114,18 +114,18 @@ class Classification:
     ) -> Batch:
         """Augments, normalises and mixes images; `key` is for mixing."""
         augment, m = split_augment(config.data.augment), config.mix
-        batch = augmented(batch, config.data, seed=seed)
+        batch = augment_batch(batch, config.data, seed=seed)
         images, labels = batch["image"], batch["label"]
-        others, share = labels, 1.0
+        others, weight = labels, 1.0
 
-        def erased(images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
+        def erase(images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
             keys = device.example_keys(seed, batch["epoch"], batch["index"])
             return device.apply_erasing(images, keys, augment.erasing)
 
         if augment.erasing and not m.before_erasing:
-            images = erased(images)
+            images = erase(images)
         if m.mixup or m.cutmix:
-            images, others, share = mixing.mix_groups(
+            images, others, weight = mixing.mix_groups(
                 images,
                 labels,
                 jax.random.fold_in(key, zlib.crc32(b"mix")),
@@ -137,9 +137,9 @@ class Classification:
                 enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
             )
         if augment.erasing and m.before_erasing:
-            images = erased(images)
+            images = erase(images)
         smoothing, classes = config.label_smoothing, config.model.num_classes
-        targets = soft_targets(labels, others, share, classes, smoothing)
+        targets = soft_targets(labels, others, weight, classes, smoothing)
         return {"image": images, "label": labels, "target": targets}
 
     def loss(
@@ -189,7 +189,7 @@ class Classification:
         folder: str | None,
         model: nnx.Module,
         preprocessing: Preprocessing,
-        asked: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> dict[str, Any]:
         if folder is None:
             return {}
@@ -201,15 +201,15 @@ class Classification:
         model: nnx.Module,
         images: Images | Streamed,
         pictures: int,
-        asked: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> tuple[Row, list[Any]]:
         """Evaluates a run's own split (without a `crop`), or image files."""
-        if asked["crop"] is None:
+        if options["crop"] is None:
             (row,) = evaluator.score(images)
             note = weights_rule(evaluator.config.averaged)
             return row | {"protocol": images.protocol, "note": note}, []
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
-        preprocessing = Preprocessing(evaluator.mean, evaluator.std, **asked)
+        preprocessing = Preprocessing(evaluator.mean, evaluator.std, **options)
         height, width = map(preprocessing.short_side, images.size)
         square = images.size[0] == images.size[1]
         resized = (

@@ -14,16 +14,16 @@ from rope_jax.models.heads import find_head
 
 
 def check_dense(
-    config: Config, images: Images | Streamed, *, labels: Labels, sources: str, moved: str
+    config: Config, images: Images | Streamed, *, labels: Labels, sources: str, targets: str
 ) -> None:
     """Rejects images with other labels, and settings for classes of whole images.
 
     Args:
         config: of the run, with a head.
         images: the training images.
-        labels: what the head needs.
-        sources: words for the error: sources that have them.
-        moved: likewise: what augmentations would have to change with the images.
+        labels: the kind that the head needs.
+        sources: sources that have it, for the error.
+        targets: the labels that augmentations would have to change with the images, likewise.
 
     Raises:
         ConfigError: with the flag to change.
@@ -41,17 +41,17 @@ def check_dense(
             f"{images.classes} classes of {labels.labels_of}: use {images.classes}, or None for as "
             "many"
         )
-    whole = {
+    classification_only = {
         "mix.mixup": (mix.mixup, 0),
         "mix.cutmix": (mix.cutmix, 0),
         "label_smoothing": (config.label_smoothing, 0),
         "loss": (config.loss, "softmax"),
     }
-    for name, (value, needed) in whole.items():
-        if value != needed:
+    for name, (value, required) in classification_only.items():
+        if value != required:
             raise ConfigError(
-                f"--config.{name}={value} is for classes of whole images: set it to {needed} with "
-                f"{head}"
+                f"--config.{name}={value} is for classes of whole images: set it to {required} "
+                f"with {head}"
             )
     family = find_head(head_call(config.model.head).name).family
     if config.accumulate > 1 and not family.divisible:
@@ -61,11 +61,11 @@ def check_dense(
         )
     with blame("--config.data.augment"):
         split = split_augment(config.data.augment)
-    for one in (*split.pixels, *split.erasing):
-        if not one.entry.colours:
+    for augmentation in (*split.pixels, *split.erasing):
+        if not augmentation.entry.colours:
             raise ConfigError(
-                f"--config.data.augment: {one.name} changes images, but not {moved}: leave it out "
-                f"with {head}"
+                f"--config.data.augment: {augmentation.name} changes images, but not {targets}: "
+                f"leave it out with {head}"
             )
 
 
@@ -76,22 +76,22 @@ def dense_identity(model: nnx.Module, folder: str | None) -> dict[str, Any]:
 
 
 def check_classes(model: nnx.Module, images: Images | Streamed) -> None:
-    """Rejects images of other classes than the model's, by their names where both are known."""
+    """Rejects images of other classes than the model's, by their names if both are known."""
     if model.num_classes != images.classes:
         raise ConfigError(
             f"the model has {model.num_classes} classes, and {images.name} has {images.classes}: "
             "use images of the same classes, or weights for as many"
         )
     if (difference := first_difference(model.class_names, images.class_names)) is not None:
-        label, own, there = difference
+        label, expected, actual = difference
         raise ConfigError(
-            f"the model has other classes than {images.name}: label {label} is {own!r} for the "
-            f"model and {there!r} in the images: use images of the same classes"
+            f"the model has other classes than {images.name}: label {label} is {expected!r} for "
+            f"the model and {actual!r} in the images: use images of the same classes"
         )
 
 
 def side_multiple(grids: Callable[[tuple[int, int]], Any]) -> int:
-    """The least number of pixels whose multiples are sides of images that a model takes.
+    """The smallest number of pixels whose multiples are sides of images that a model accepts.
 
     >>> import rope_jax
     >>> side_multiple(rope_jax.create_model("vit_digits", depth=1).grids)
@@ -114,14 +114,14 @@ def side_multiple(grids: Callable[[tuple[int, int]], Any]) -> int:
 
 
 def first_difference(
-    here: Sequence[str] | None, there: Sequence[str] | None
+    first: Sequence[str] | None, second: Sequence[str] | None
 ) -> tuple[int, str | None, str | None] | None:
-    """The first label whose class has two names, and both; None without one, or without names.
+    """The first label whose class has two names, and both names; None if there is none.
 
     >>> first_difference(("cat", "dog"), ("cat",))
     (1, 'dog', None)
     """
-    if here is None or there is None:
+    if first is None or second is None:
         return None
-    pairs = enumerate(itertools.zip_longest(here, there))
+    pairs = enumerate(itertools.zip_longest(first, second))
     return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)

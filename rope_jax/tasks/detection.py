@@ -5,11 +5,11 @@ the rows and columns before padding; `boxes` float32 [B, M, 4], corners x1, y1, 
 `label` int32 [B, M], their classes, -1 in rows that are padding; `epoch` and `index`.
 `prepare_batch` returns them for the model: `image` float32, 0 where padded; `boxes`, centres and
 sizes, 0 to 1 within the extent; and `share` float32 [B], the number of images divided by that of
-boxes in the whole batch, which weighs the sums of losses of each image: so parts of a batch are as
-good as the whole.
+boxes in the whole batch. It weighs the sum of losses of each image, so that a batch can be computed
+in parts.
 
 An evaluation batch has `image`, `extent`, `index`, `mask` and `original` [B, 2], the rows and
-columns of the image as it is stored. The objects themselves are read from the images.
+columns of the stored image. The objects themselves are read from the images.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from rope_jax.models.dense import head_call
 from rope_jax.models.description import Preprocessing
 from rope_jax.models.heads import find_head
 from rope_jax.models.heads.detection import Targets, scale_boxes
-from rope_jax.tasks.augmented import Batch, augmented
-from rope_jax.tasks.average_precision import Found, average_precision, require_pycocotools
-from rope_jax.tasks.box_pictures import Detected, draw_detections
+from rope_jax.tasks.augmented import Batch, augment_batch
+from rope_jax.tasks.average_precision import ImageDetections, average_precision, require_pycocotools
+from rope_jax.tasks.box_pictures import DetectedImage, draw_detections
 from rope_jax.tasks.dense import check_classes, check_dense, dense_identity, side_multiple
 from rope_jax.tasks.evaluator import Evaluator, Row, description
 
@@ -65,7 +65,7 @@ class Detection:
         """Rejects images without boxes, and settings for classes of whole images."""
         require_pycocotools()
         sources = "scenes or coco"
-        check_dense(config, images, labels=self.labels, sources=sources, moved="their boxes")
+        check_dense(config, images, labels=self.labels, sources=sources, targets="their boxes")
         head = head_call(config.model.head)
         kind = find_head(head.name).options
         options = kind.override(f"the head {head.name!r}", dict(head.options))
@@ -81,7 +81,7 @@ class Detection:
         self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
     ) -> Batch:
         """Augments and normalises images, and scales their boxes; `key` is not used."""
-        batch = augmented(batch, config.data, seed=seed)
+        batch = augment_batch(batch, config.data, seed=seed)
         extent, label = batch["extent"], batch["label"]
         share = jnp.full(len(label), len(label) / jnp.maximum((label >= 0).sum(), 1), jnp.float32)
         boxes = scale_boxes(batch["boxes"], extent)
@@ -96,18 +96,18 @@ class Detection:
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The training loss of the model's head, and the share of boxes that are found."""
-        found = model.predict(
+        """The training loss of the model's head, and the fraction of boxes that are found."""
+        predictions = model.predict(
             batch["image"],
             extent=batch["extent"],
             targets=Targets(batch["boxes"], batch["label"]),
             train=True,
             key=key,
         )
-        return model.head.loss(found, batch)
+        return model.head.loss(predictions, batch)
 
     def count(self, outputs: Any, batch: Batch, images: Images | Streamed) -> dict[str, Array]:
-        """The detections of an evaluation batch, in pixels of the images as they are stored.
+        """The detections of an evaluation batch, in pixels of the stored images.
 
         Args:
             outputs: `Detections` of the batch.
@@ -135,23 +135,23 @@ class Detection:
     ) -> dict[str, Any]:
         """Average precision, see `rope_jax.tasks.average_precision`, and `count` of images.
 
-        The objects of the set are those that are annotated, crowds included.
+        The objects of the set are the annotated ones, including crowds.
         """
-        found = found_in(parts)
-        truths = [images.truth(index) for index in found]
-        own = average_precision(list(found.values()), truths, images.classes)
-        return {**own, "count": len(found)}
+        detections = collect_detections(parts)
+        truths = [images.truth(index) for index in detections]
+        scores = average_precision(list(detections.values()), truths, images.classes)
+        return {**scores, "count": len(detections)}
 
     def open(
         self, dataset: str, folder: str, size: tuple[int, int], crop: str
     ) -> Images | Streamed:
         return load(dataset, folder, "test", size)
 
-    def framed(
+    def frame_images(
         self, images: Images | Streamed, size: tuple[int, int] | None, frame: str | None
     ) -> Images | Streamed:
-        """Images fit into the size that is asked for, into the frame of the run's own evaluation,
-        or into that of the set."""
+        """Fits images into the requested size, the frame of the run's own evaluation, or that of
+        the set."""
         if size is not None:
             return dataclasses.replace(images, crop=f"fit(short={min(size)},long={max(size)})")
         if frame is not None and self.labels.serves(parse_crop(frame).entry):
@@ -164,7 +164,7 @@ class Detection:
         folder: str | None,
         model: nnx.Module,
         preprocessing: Preprocessing,
-        asked: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> dict[str, Any]:
         return dense_identity(model, folder) | {"frame": images.protocol}
 
@@ -174,9 +174,9 @@ class Detection:
         model: nnx.Module,
         images: Images | Streamed,
         pictures: int,
-        asked: Mapping[str, Any],
-    ) -> tuple[Row, list[Detected]]:
-        """On canvases of the run, or that hold all images of the frame."""
+        options: Mapping[str, Any],
+    ) -> tuple[Row, list[DetectedImage]]:
+        """Evaluates on canvases of the run, or on canvases that hold all images of the frame."""
         require_pycocotools()
         check_classes(model, images)
         check_objects(images)
@@ -189,14 +189,14 @@ class Detection:
             config = dataclasses.replace(config, data=changed)
         (parts,), used = dataclasses.replace(evaluator, config=config).count(images)
         row = description(images) | {"count": used} | self.scores(parts, images)
-        return row | {"protocol": images.protocol}, detected_in(parts, images, pictures)
+        return row | {"protocol": images.protocol}, first_detections(parts, images, pictures)
 
     def predict(
         self, evaluator: Evaluator, images: Images | Streamed, count: int
-    ) -> list[Detected]:
+    ) -> list[DetectedImage]:
         """The first images with their detections, by the program of the evaluation."""
         (parts,), _ = evaluator.count(images, steps=1)
-        return detected_in(parts, images, count)
+        return first_detections(parts, images, count)
 
     draw = staticmethod(draw_detections)
 
@@ -207,25 +207,25 @@ def _sides(frame: str) -> tuple[int, int]:
     return crop.option("short"), crop.option("long")
 
 
-def found_in(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, Found]:
-    """The detections of each image, by its number: those of `count` that have an area.
+def collect_detections(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, ImageDetections]:
+    """Collects the detections of `count` that have an area, by number of the image.
 
     Args:
         parts: from `count`, of the batches of a set.
     """
-    found = {}
+    detections = {}
     for part in parts:
         for row in np.flatnonzero(part["mask"]):
             boxes = part["boxes"][row]
-            there = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
-            one = (boxes, part["scores"][row], part["classes"][row])
-            found[int(part["index"][row])] = Found(*(values[there] for values in one))
-    return found
+            inside = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+            values = (boxes, part["scores"][row], part["classes"][row])
+            detections[int(part["index"][row])] = ImageDetections(*(x[inside] for x in values))
+    return detections
 
 
-def detected_in(
+def first_detections(
     parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed, count: int
-) -> list[Detected]:
+) -> list[DetectedImage]:
     """The first images of a set with their detections.
 
     Args:
@@ -233,5 +233,5 @@ def detected_in(
         images: the set.
         count: of images.
     """
-    first = itertools.islice(found_in(parts).items(), count)
-    return [Detected(images.pixels(k), images.truth(k), found) for k, found in first]
+    first = itertools.islice(collect_detections(parts).items(), count)
+    return [DetectedImage(images.pixels(k), images.truth(k), detections) for k, detections in first]

@@ -1,4 +1,4 @@
-"""An evaluation: a model, or those of several seeds, that sets of images are scored with."""
+"""An evaluation: a model, or those of several seeds, and its scores on sets of images."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from jaxtyping import Array
 from rope_jax import data
 from rope_jax.config import Config
 from rope_jax.data.images.device import normalise
-from rope_jax.system.sharding import put_batch, replicated, share
+from rope_jax.system.sharding import process_shard, put_batch, replicate
 from rope_jax.tasks import seeds
 
 Apply = Callable[..., Any]  # (weights, normalised images [B, H, W, 3]) -> the model's outputs
@@ -42,8 +42,8 @@ class Evaluator:
     (0.25, 4)
 
     Attributes:
-        apply: (weights, normalised images [B, H, W, 3]) -> outputs of the model; of padded images
-            it is given their `extent`, int32 [B, 2], too.
+        apply: (weights, normalised images [B, H, W, 3]) -> outputs of the model; for padded images
+            it also receives their `extent`, int32 [B, 2].
         weights: a tree of arrays; stacked for a run with several seeds.
         task: an object of `rope_jax.tasks`, whose scores these are.
         mean, std: normalisation per channel.
@@ -66,7 +66,7 @@ class Evaluator:
     waiting: Callable[[int], None] = lambda seconds: None
 
     def score(self, images: data.Images | data.Streamed) -> list[Row]:
-        """The scores of a set, a row per seed.
+        """The scores of a set, one row per seed.
 
         Returns:
             `dataset`, `split`, `resolution` and the scores: for classification `top1` and `top5`
@@ -76,8 +76,8 @@ class Evaluator:
             ValueError: the model has too few classes, or an image cannot be read.
         """
         parts, used = self.count(images)
-        about = description(images) | {"count": used}
-        return [about | self.task.scores(own, images) for own in parts]
+        entries = description(images) | {"count": used}
+        return [entries | self.task.scores(seed_parts, images) for seed_parts in parts]
 
     def count(
         self, images: data.Images | data.Streamed, steps: int | None = None
@@ -94,13 +94,13 @@ class Evaluator:
         config, mesh = self.config, self.mesh
 
         def count(weights: Any, batch: dict[str, Array]) -> tuple[Any, Array]:
-            given = {name: batch[name] for name in ("extent",) if name in batch}
-            inputs = normalise(batch["image"], self.mean, self.std, **given)
-            outputs = self.apply(weights, inputs, **given)
+            extents = {name: batch[name] for name in ("extent",) if name in batch}
+            inputs = normalise(batch["image"], self.mean, self.std, **extents)
+            outputs = self.apply(weights, inputs, **extents)
             return self.task.count(outputs, batch, images), batch["mask"].sum()
 
         count = jax.jit(
-            seeds.vmap(count, config.seeds, in_axes=(0, None)), out_shardings=replicated(mesh)
+            seeds.vmap(count, config.seeds, in_axes=(0, None)), out_shardings=replicate(mesh)
         )
         parts: list[list[Any]] = [[] for _ in config.all_seeds]
         seen, used = 0, 0
@@ -111,7 +111,7 @@ class Evaluator:
         batches = data.evaluation_batches(
             images,
             batch_size=batch_size,
-            shard=share(),
+            shard=process_shard(),
             workers=config.data.workers or 0,  # by default threads, which start at once
             bad_images=config.data.bad_images,
             canvases=config.data.canvas_sizes,
@@ -122,20 +122,20 @@ class Evaluator:
             for batch in itertools.islice(batches, steps):
                 tree, usable = jax.device_get(count(self.weights, put_batch(batch, mesh)))
                 used += int(usable.flat[0])  # the same for every seed
-                for own, part in zip(parts, seeds.split(tree, config.seeds), strict=True):
-                    own.append(part)
+                for seed_parts, part in zip(parts, seeds.split(tree, config.seeds), strict=True):
+                    seed_parts.append(part)
                 seen = min(seen + batch_size, len(images.labels))
                 self.poll(seen)
         return parts, used
 
 
 def weights_rule(averaged: bool) -> str:
-    """Which weights of a run are evaluated, in words."""
+    """Names the weights of a run that are evaluated."""
     return "averaged weights (EMA)" if averaged else "weights of the last step"
 
 
 def description(images: data.Images | data.Streamed) -> Row:
     """The entries of a row about its images, with the names of classes of pixels and boxes."""
     names = {"class_names": list(images.class_names or ())} if images.labels_kind.placed else {}
-    about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
-    return about | names
+    entries = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
+    return entries | names

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.models.heads.pixels import IGNORED
-from rope_jax.tasks.sheets import Panel, class_colours, draw_sheet, enlarged
+from rope_jax.tasks.sheets import Panel, class_colours, draw_sheet, enlarge
 
 _SIDE = 256  # pixels: of a panel
-_LISTED = 48  # classes that a legend has room for
+_LISTED = 48  # largest number of classes in a legend
 
 
 class Segmented(NamedTuple):
@@ -23,14 +23,14 @@ class Segmented(NamedTuple):
 
 
 def draw_pictures(
-    found: Sequence[Segmented], class_names: Sequence[str] | None, classes: int, path: Path
+    images: Sequence[Segmented], class_names: Sequence[str] | None, classes: int, path: Path
 ) -> None:
     """Writes a picture: in each row an image, its classes, and the predicted ones.
 
-    Pixels without a class are black. The classes that are there are listed below, if they are few.
+    Pixels without a class are black. The classes in the picture are listed below, if they are few.
 
     Args:
-        found: at least one image.
+        images: at least one image.
         class_names: in their order; None for numbers.
         classes: number of classes.
         path: of the PNG.
@@ -38,20 +38,22 @@ def draw_pictures(
     table = np.zeros((256, 3), np.uint8)
     table[:classes] = class_colours(classes)
     names = [str(k) for k in range(classes)] if class_names is None else class_names
-    there = {int(k) for one in found for x in (one.classes, one.predicted) for k in np.unique(x)}
-    listed = sorted(k for k in there if k < classes) if len(there) <= _LISTED else []
+    present = {
+        int(k) for image in images for x in (image.classes, image.predicted) for k in np.unique(x)
+    }
+    listed = sorted(k for k in present if k < classes) if len(present) <= _LISTED else []
     rows = []
-    for one in found:
-        pixels = (one.image, table[one.classes], table[one.predicted])
-        captions = ("{} x {} pixels".format(*one.classes.shape), "", _share_right(one))
+    for image in images:
+        pixels = (image.image, table[image.classes], table[image.predicted])
+        captions = ("{} x {} pixels".format(*image.classes.shape), "", _describe_accuracy(image))
         rows.append(
-            [Panel(enlarged(x, _SIDE), text) for x, text in zip(pixels, captions, strict=True)]
+            [Panel(enlarge(x, _SIDE), text) for x, text in zip(pixels, captions, strict=True)]
         )
     legend = [(names[k], tuple(table[k].tolist())) for k in listed]
     draw_sheet(("image", "classes", "predicted"), rows, path, legend)
 
 
-def _share_right(one: Segmented) -> str:
-    known = one.classes != IGNORED
-    right = (one.classes == one.predicted)[known].mean() if known.any() else 0.0
-    return f"{100 * right:.1f} % of the pixels are right"
+def _describe_accuracy(image: Segmented) -> str:
+    labelled = image.classes != IGNORED
+    correct = (image.classes == image.predicted)[labelled].mean() if labelled.any() else 0.0
+    return f"{100 * correct:.1f} % of the pixels are correct"

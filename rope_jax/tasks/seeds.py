@@ -3,7 +3,7 @@
 Model k of a run with `seeds=K` equals a run with the single seed `seed + k`: initial weights, data
 order, augmentation, mixing and drop path. Arrays of all models have a leading axis [K]; in batches,
 whose first axis is sharded over the devices, it is the second. The models share only `step` of the
-training state. Every device holds all models and its share of each model's batch.
+training state. Every device holds all models and its part of each model's batch.
 
 With one seed nothing is stacked: there is no axis [K], and `vmap` returns the function itself.
 """
@@ -24,8 +24,8 @@ Tree = Any
 
 def seed_array(seeds: range) -> UInt32[np.ndarray, "*K"]:
     """The seeds of a run as an array [K], a scalar for one."""
-    own = np.array(seeds, np.uint32)
-    return own.reshape(()) if len(seeds) == 1 else own
+    array = np.array(seeds, np.uint32)
+    return array.reshape(()) if len(seeds) == 1 else array
 
 
 def row_labels(seeds: range) -> list[dict[str, int]]:
@@ -43,11 +43,15 @@ def single(config: Config, seed: int | None = None) -> Config:
     Raises:
         ValueError: the run has no such seed.
     """
-    own = config.all_seeds
-    if seed is not None and seed not in own:
-        there = f"seed {own[0]} alone" if len(own) == 1 else f"seeds {own[0]} to {own[-1]}"
-        raise ValueError(f"seed={seed}, but the run has {there}: use one of them, or None")
-    return dataclasses.replace(config, seed=own[0] if seed is None else seed, seeds=1)
+    all_seeds = config.all_seeds
+    if seed is not None and seed not in all_seeds:
+        existing = (
+            f"seed {all_seeds[0]} alone"
+            if len(all_seeds) == 1
+            else f"seeds {all_seeds[0]} to {all_seeds[-1]}"
+        )
+        raise ValueError(f"seed={seed}, but the run has {existing}: use one of them, or None")
+    return dataclasses.replace(config, seed=all_seeds[0] if seed is None else seed, seeds=1)
 
 
 def stack(trees: Sequence[Tree]) -> Tree:

@@ -23,16 +23,16 @@ from rope_jax.data import BadImages, Images, Streamed, load
 from rope_jax.data.images.device import normalise
 from rope_jax.data.labels import find_labels
 from rope_jax.models.description import Preprocessing
-from rope_jax.tasks.augmented import Batch, augmented
+from rope_jax.tasks.augmented import Batch, augment_batch
 from rope_jax.tasks.dense import check_classes, check_dense, dense_identity, side_multiple
 from rope_jax.tasks.evaluator import Evaluator, Row, description
 from rope_jax.tasks.pictures import Segmented, draw_pictures
-from rope_jax.tasks.segments import asked_views, count_pixels, segment_split
+from rope_jax.tasks.segments import count_pixels, requested_views, segment_split
 
 
 @dataclasses.dataclass(frozen=True)
 class Segmentation:
-    """Pixels have a class each. See `rope_jax.tasks`."""
+    """Each pixel has a class. See `rope_jax.tasks`."""
 
     labels = find_labels("pixels")
     does = "segment images"
@@ -45,9 +45,9 @@ class Segmentation:
 
     def check(self, config: Config, images: Images | Streamed) -> None:
         """Rejects images without classes of pixels, and settings for classes of whole images."""
-        moved = "the labels of their pixels"
+        targets = "the labels of their pixels"
         sources = "scenes, masks or ade20k"
-        check_dense(config, images, labels=self.labels, sources=sources, moved=moved)
+        check_dense(config, images, labels=self.labels, sources=sources, targets=targets)
         if config.loss_pixels == "valid" and config.accumulate > 1:
             raise ConfigError(
                 f"--config.accumulate={config.accumulate} cannot be combined with "
@@ -59,16 +59,16 @@ class Segmentation:
         self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
     ) -> Batch:
         """Augments and normalises images; `key` is not used."""
-        batch = augmented(batch, config.data, seed=seed)
+        batch = augment_batch(batch, config.data, seed=seed)
         return {"image": batch["image"], "label": batch["label"]}
 
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The training loss of the model's head, and the pixel accuracy."""
-        found = model.predict(batch["image"], train=True, key=key)
-        own = jax.random.fold_in(key, zlib.crc32(b"loss"))
-        return model.head.loss(found, batch, divisor=config.loss_pixels, key=own)
+        predictions = model.predict(batch["image"], train=True, key=key)
+        loss_key = jax.random.fold_in(key, zlib.crc32(b"loss"))
+        return model.head.loss(predictions, batch, divisor=config.loss_pixels, key=loss_key)
 
     def count(
         self, logits: Float[Array, "B H W K"], batch: Batch, images: Images | Streamed
@@ -85,22 +85,22 @@ class Segmentation:
         >>> pixels, labels = np.zeros((1, 8, 8, 3), np.uint8), np.zeros((1, 8, 8), np.uint8)
         >>> images = LabelMaps(pixels, labels, "mine", "test", classes=3)
         >>> parts = [np.array([[3, 3, 4], [2, 3, 2], [0, 0, 0]])]
-        >>> found = Segmentation().scores(parts, images)
-        >>> found["iou"], round(found["miou"], 4), round(found["accuracy"], 4)
+        >>> scores = Segmentation().scores(parts, images)
+        >>> scores["iou"], round(scores["miou"], 4), round(scores["accuracy"], 4)
         ([0.75, 0.6666666666666666, None], 0.7083, 0.8333)
 
         Returns:
-            `miou`; `accuracy`, the share of pixels with a class that are predicted correctly;
-            `iou`, of every class, None for one that is neither predicted nor there.
+            `miou`; `accuracy`, the fraction of pixels with a class that are predicted correctly;
+            `iou`, of every class, None for one that is neither predicted nor present.
         """
         none = np.zeros((images.classes, 3), np.int64)  # where all images are left out
-        right, predicted, there = np.sum([none, *parts], axis=0).T
-        union = predicted + there - right
-        iou = [float(a / b) if b else None for a, b in zip(right, union, strict=True)]
+        correct, predicted, actual = np.sum([none, *parts], axis=0).T
+        union = predicted + actual - correct
+        iou = [float(a / b) if b else None for a, b in zip(correct, union, strict=True)]
         occurring = [x for x in iou if x is not None]
         return {
             "miou": float(np.mean(occurring)) if occurring else 0.0,
-            "accuracy": float(right.sum() / max(there.sum(), 1)),
+            "accuracy": float(correct.sum() / max(actual.sum(), 1)),
             "iou": iou,
         }
 
@@ -115,9 +115,9 @@ class Segmentation:
         folder: str | None,
         model: nnx.Module,
         preprocessing: Preprocessing,
-        asked: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> dict[str, Any]:
-        return dense_identity(model, folder) | {"views": str(asked_views(images, **asked))}
+        return dense_identity(model, folder) | {"views": str(requested_views(images, **options))}
 
     def evaluate(
         self,
@@ -125,10 +125,10 @@ class Segmentation:
         model: nnx.Module,
         images: Images | Streamed,
         pictures: int,
-        asked: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> tuple[Row, list[Segmented]]:
         """Evaluates with the requested `Views`."""
-        views = asked_views(images, **asked)
+        views = requested_views(images, **options)
         check_classes(model, images)
         if views.window is not None:
             with blame("--window"):
@@ -144,11 +144,11 @@ class Segmentation:
         self, evaluator: Evaluator, images: Images | Streamed, count: int
     ) -> list[Segmented]:
         """The first images, of one size, with their classes."""
-        drawn: list[dict[str, np.ndarray]] = []
+        examples: list[dict[str, np.ndarray]] = []
         for number in range(len(images.labels)):
             with contextlib.suppress(BadImages):  # where the run skips them
-                drawn.append(images.example(number))
-            if len(drawn) == count:
+                examples.append(images.example(number))
+            if len(examples) == count:
                 break
 
         @jax.jit
@@ -156,11 +156,11 @@ class Segmentation:
             logits = evaluator.apply(weights, normalise(pixels, evaluator.mean, evaluator.std))
             return logits.argmax(-1).astype(np.uint8)
 
-        pixels = np.stack([one["image"] for one in drawn])
-        found = np.asarray(predict(evaluator.weights, pixels))
+        pixels = np.stack([example["image"] for example in examples])
+        predictions = np.asarray(predict(evaluator.weights, pixels))
         return [
-            Segmented(one["image"], one["label"], classes)
-            for one, classes in zip(drawn, found, strict=True)
+            Segmented(example["image"], example["label"], classes)
+            for example, classes in zip(examples, predictions, strict=True)
         ]
 
     draw = staticmethod(draw_pictures)

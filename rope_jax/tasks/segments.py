@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from rope_jax.config import ConfigError, blame
 from rope_jax.data import BadImages, Images, Streamed
-from rope_jax.data.images.joint import scaled_size
+from rope_jax.data.images.joint import scale_size
 from rope_jax.models.heads.pixels import IGNORED
 from rope_jax.names.text import image_pair
 from rope_jax.tasks.evaluator import Evaluator
@@ -27,7 +27,7 @@ class Views:
 
     Attributes:
         scales: of the resized images, relative to the size of evaluation.
-        flip: whether each of them is seen mirrored, too.
+        flip: True to segment each of them mirrored, too.
         window: (height, width) that the model sees at once; None for whole images.
         stride: pixels from window to window.
     """
@@ -50,33 +50,33 @@ class Views:
         sides = "x".join(map(str, self.window))
         return ", ".join([*words, f"windows of {sides} at strides of {self.stride} pixels"])
 
-    def of(
+    def apply(
         self, image: Float[np.ndarray, "h w 3"], fit: Size | None
     ) -> Iterator[tuple[Float[np.ndarray, "_H _W 3"], bool]]:
-        """The views of a normalised image, each with whether it is mirrored.
+        """Yields the views of a normalised image, each with True if it is mirrored.
 
         With windows, no view is smaller than one (BEiT).
 
         Args:
             image: at its own size.
-            fit: what its shorter and its longer side fit into at scale 1; None for its own size.
+            fit: limits of its shorter and its longer side at scale 1; None for its own size.
         """
         size = image.shape[:2]
         for scale in self.scales:
             if fit is None:
                 resized = tuple(max(1, int(side * scale + 0.5)) for side in size)
             else:
-                resized = scaled_size(size, scale, short=fit[0], long=fit[1])
+                resized = scale_size(size, scale, short=fit[0], long=fit[1])
             least = 1 if self.window is None else min(self.window)
             if min(resized) < least:
-                resized = scaled_size(size, 1.0, short=least, long=math.inf)
+                resized = scale_size(size, 1.0, short=least, long=math.inf)
             view = image if resized == size else resize_image(image, resized)
             yield view, False
             if self.flip:
                 yield view[:, ::-1], True
 
 
-def asked_views(
+def requested_views(
     images: Images | Streamed,
     *,
     scales: tuple[float, ...] | None = None,
@@ -84,8 +84,8 @@ def asked_views(
     window: str | None = None,
     stride: int | None = None,
 ) -> Views:
-    """The views that the command asks for; by default windows of the size of evaluation, or the
-    whole images of a set in memory.
+    """The requested views; by default windows of the size of evaluation, or whole images of a set
+    in memory.
 
     Args:
         images: to be segmented.
@@ -163,14 +163,14 @@ def segment_split(
             image, label = images.original(number)
         except skipped:
             continue
-        seen = views.of((image / np.float32(255) - mean) / std, fit)
+        seen = views.apply((image / np.float32(255) - mean) / std, fit)
         scores = windows.scores(evaluator.weights, seen, label.shape)
         wide = np.full(scores.shape[:2], IGNORED, np.uint8)
         wide[: label.shape[0], : label.shape[1]] = label
-        found, counts = count(scores, wide, number=images.classes)
+        classes, counts = count(scores, wide, number=images.classes)
         parts.append(np.asarray(counts))
         if len(kept) < pictures:
-            predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
+            predicted = np.asarray(classes)[: label.shape[0], : label.shape[1]]
             kept.append(Segmented(image, label, predicted))
         evaluator.poll(number + 1)
     if short is None:
@@ -183,10 +183,10 @@ def _count(
     scores: Float[jax.Array, "H W K"], label: UInt8[jax.Array, "H W"], number: int
 ) -> tuple[UInt8[jax.Array, "H W"], Int[jax.Array, "_K 3"]]:
     """The classes of the pixels, and `count_pixels` of them."""
-    found = scores.argmax(-1)
+    classes = scores.argmax(-1)
     mask = jnp.ones(1, bool)
-    counts = count_pixels(found[None], label[None], mask, number)
-    return found.astype(jnp.uint8), counts
+    counts = count_pixels(classes[None], label[None], mask, number)
+    return classes.astype(jnp.uint8), counts
 
 
 def count_pixels(

@@ -45,7 +45,7 @@ def draw_sheet(
         path: of the PNG.
         legend: names and their colours.
     """
-    widths = [max(panel.picture.width for panel in own) for own in zip(*rows, strict=True)]
+    widths = [max(panel.picture.width for panel in column) for column in zip(*rows, strict=True)]
     lefts = [_GAP + sum(widths[:k]) + k * _GAP for k in range(len(widths))]
     width = lefts[-1] + widths[-1] + _GAP
     across = max(1, width // _ENTRY)
@@ -79,8 +79,8 @@ def text_font() -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
     return ImageFont.load_default(14)
 
 
-def enlarged(pixels: UInt8[np.ndarray, "H W 3"], width: int) -> Image.Image:
-    """Pixels resized to a width, each one visible where they are few."""
+def enlarge(pixels: UInt8[np.ndarray, "H W 3"], width: int) -> Image.Image:
+    """Enlarges pixels to a width, so that each is visible where they are few."""
     height = max(1, round(pixels.shape[0] * width / pixels.shape[1]))
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
 
@@ -91,8 +91,8 @@ def class_colours(count: int) -> UInt8[np.ndarray, "K 3"]:
     >>> class_colours(3).tolist()
     [[225, 225, 225], [224, 54, 54], [38, 73, 158]]
     """
-    found = [(0.0, 0.0, 225 / 255)]
+    colours = [(0.0, 0.0, 225 / 255)]
     for k in range(count - 1):
         hue = k * 0.6180339887 % 1  # the golden section keeps neighbours apart
-        found.append((hue, 0.76, (0.88, 0.62)[k % 2]))
-    return np.rint(255 * np.array([colorsys.hsv_to_rgb(*x) for x in found])).astype(np.uint8)
+        colours.append((hue, 0.76, (0.88, 0.62)[k % 2]))
+    return np.rint(255 * np.array([colorsys.hsv_to_rgb(*x) for x in colours])).astype(np.uint8)

@@ -2,7 +2,7 @@
 
 Few programs serve a set. The model sees windows of one size, whatever the image. Logits, or the
 scores of heads that have no logits, are added up on canvases, whose sides are rounded up to
-`bucket`s; what is beyond the image is left out.
+`bucket`s; pixels beyond the image are left out.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rope_jax.positions.resample import bilinear_matrix
-from rope_jax.system.sharding import put_batch, replicated, share_of
+from rope_jax.system.sharding import put_batch, replicate, take_shard
 from rope_jax.tasks.evaluator import Apply
 
 Size = tuple[int, int]
@@ -62,8 +62,8 @@ class Windows:
         stride: pixels from each window to the next.
         batch: windows in a step on all devices together.
         multiple: of the sides of canvases that are windows: the patch size.
-        exact: whether whole images are padded to that multiple only, for sets of few sizes; else
-            to canvases.
+        exact: True to pad whole images to that multiple only, for sets of few sizes; otherwise they
+            are padded to canvases.
     """
 
     def __init__(
@@ -90,15 +90,19 @@ class Windows:
         self.batch = -(-batch // mesh.size) * mesh.size if size else mesh.size
         self._mesh = mesh
         # Functions of this object, so that `programs` counts its own.
-        own = functools.partial
-        self._apply = jax.jit(own(apply), out_shardings=replicated(mesh))
-        self._add_windows = jax.jit(own(_add_windows), donate_argnums=0)
-        self._probabilities = jax.jit(own(_probabilities, probabilities))
+        partial = functools.partial
+        self._apply = jax.jit(partial(apply), out_shardings=replicate(mesh))
+        self._add_windows = jax.jit(partial(_add_windows), donate_argnums=0)
+        self._probabilities = jax.jit(partial(_probabilities, probabilities))
 
     def programs(self) -> dict[str, int]:
         """The numbers of compiled programs, of the model and for canvases."""
-        own = {"model": self._apply, "windows": self._add_windows, "canvas": self._probabilities}
-        return {name: function._cache_size() for name, function in own.items()}
+        functions = {
+            "model": self._apply,
+            "windows": self._add_windows,
+            "canvas": self._probabilities,
+        }
+        return {name: function._cache_size() for name, function in functions.items()}
 
     def scores(
         self,
@@ -128,8 +132,8 @@ class Windows:
         """Probabilities of one view: those of the mean logits, resized to the original."""
         sides = [max(n, least) for n, least in zip(image.shape, self.size or (1, 1), strict=False)]
         canvas, tight = (
-            tuple(math.ceil(side / self.multiple) * self.multiple for side in own)
-            for own in (map(bucket, sides), sides)
+            tuple(math.ceil(side / self.multiple) * self.multiple for side in lengths)
+            for lengths in (map(bucket, sides), sides)
         )
         window = self.size or (tight if self.exact else canvas)
         canvas = tuple(map(max, canvas, window))
@@ -158,15 +162,15 @@ class Windows:
         for box in boxes:
             count[box] += 1
         for first in range(0, len(starts), self.batch):
-            own = np.minimum(np.arange(first, first + self.batch), len(starts) - 1)
-            crops = np.stack([image[boxes[i]] for i in own])
-            batch = put_batch(share_of({"image": crops}), self._mesh)
+            indices = np.minimum(np.arange(first, first + self.batch), len(starts) - 1)
+            crops = np.stack([image[boxes[i]] for i in indices])
+            batch = put_batch(take_shard({"image": crops}), self._mesh)
             logits = self._apply(weights, batch["image"])
             if sums is None:
                 wide = jnp.promote_types(logits.dtype, jnp.float32)
                 shape = (*canvas, logits.shape[-1])
-                sums = jnp.zeros(shape, wide, device=replicated(self._mesh))
-            sums = self._add_windows(sums, logits, starts[own], len(starts) - first)
+                sums = jnp.zeros(shape, wide, device=replicate(self._mesh))
+            sums = self._add_windows(sums, logits, starts[indices], len(starts) - first)
         return sums, np.maximum(count, 1)
 
 

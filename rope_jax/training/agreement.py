@@ -16,21 +16,21 @@ from flax import nnx
 
 from rope_jax.config import ConfigError, settings
 from rope_jax.names import plugins
-from rope_jax.system.processes import texts_of_all
+from rope_jax.system.processes import gather_texts
 from rope_jax.training.setup import Setup, initial_state
-from rope_jax.training.trees import named_leaves, some_of, tree_hash
+from rope_jax.training.trees import first_problems, named_leaves, tree_hash
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
 
 
 @contextlib.contextmanager
-def told_to_all() -> Iterator[None]:
-    """A context before `agree`: its ConfigErrors end the other processes there."""
+def report_failure() -> Iterator[None]:
+    """Reports ConfigErrors of this context to the other processes, which end in `agree`."""
     try:
         yield
     except ConfigError as error:
-        texts_of_all(json.dumps({"failure": str(error)}))
+        gather_texts(json.dumps({"failure": str(error)}))
         raise
 
 
@@ -39,7 +39,7 @@ def agree(facts: dict[str, str], workdir: pathlib.Path) -> None:
 
     Args:
         facts: of this process.
-        workdir: whose lock the first process has. Who does not see it would write elsewhere.
+        workdir: whose lock the first process has. Other processes must see it.
 
     Raises:
         ConfigError: in all processes, if one has failed before, or something differs.
@@ -47,14 +47,14 @@ def agree(facts: dict[str, str], workdir: pathlib.Path) -> None:
     path = workdir / ".lock"
     if jax.process_index() == 0:
         with path.open() as lock:
-            os.fsync(lock.fileno())  # other machines shall read it
+            os.fsync(lock.fileno())  # so that other machines can read it
     require_equal(facts)
     text = path.read_text().strip() if path.is_file() else "missing"
     require_equal({f"{path} (of --workdir)": text})
 
 
-def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
-    """A run as this process sees it: config, data, software, shapes of the state."""
+def describe_run(setup: Setup, model: nnx.Module) -> dict[str, str]:
+    """Describes a run in this process: config, data, software, shapes of the state."""
     value = lambda name: repr(functools.reduce(getattr, name.split("."), setup.config))
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     leaves = "\n".join(f"{name} {x.dtype} {x.shape}" for name, x in named_leaves(shapes))
@@ -65,31 +65,32 @@ def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         **{name: str(getattr(jax.config, name)) for name in _OPTIONS},
         "the sources of rope_jax": _sources("rope_jax") + _sources("rope_jax_kernels"),
-        **{f"the source of the plug-in {name}": _sources(name) for name in plugins.loaded()},
+        **{f"the source of the plug-in {name}": _sources(name) for name in plugins.list_loaded()},
         "the state": _digest(leaves.encode()),
         "the kind of device": jax.local_devices()[0].device_kind,
     }
 
 
 def require_equal(mine: dict[str, str]) -> None:
-    """Compares what the processes have with the first one's; all must call it.
+    """Compares the values of all processes with those of the first; all must call it.
 
     Raises:
         ConfigError: in all processes, if a value differs in one, or one has failed before.
     """
-    first, *others = map(json.loads, texts_of_all(json.dumps(mine)))
+    first, *others = map(json.loads, gather_texts(json.dumps(mine)))
     problems = []
     for number, other in enumerate((first, *others)):
         if "failure" in other:
             raise ConfigError(f"process {number} failed: {other['failure']}")
         names = [name for name in first | other if first.get(name) != other.get(name)]
         if names:
-            told = [f"{name} is {other.get(name)}, not {first.get(name)}" for name in names]
-            problems.append(f"in process {number} {some_of(told)}")
+            facts = [f"{name} is {other.get(name)}, not {first.get(name)}" for name in names]
+            problems.append(f"in process {number} {first_problems(facts)}")
     if problems:
         raise ConfigError(
-            f"the processes of a run differ from process 0: {some_of(problems)}; start all with "
-            "the same command, data and software, and a --workdir that all share [--distributed]"
+            f"the processes of a run differ from process 0: {first_problems(problems)}; "
+            "start all with the same command, data and software, and a --workdir that all share "
+            "[--distributed]"
         )
 
 

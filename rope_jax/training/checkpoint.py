@@ -25,10 +25,10 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from rope_jax.system.files import SaveFailed, set_aside, sync, warn
-from rope_jax.system.processes import decided_by_first, texts_of_all
-from rope_jax.training.integrity import Damaged, problem_of, seal
+from rope_jax.system.processes import decide_by_first, gather_texts
+from rope_jax.training.integrity import Damaged, find_problem, seal
 from rope_jax.training.paths import for_orbax
-from rope_jax.training.trees import check_tree, named_leaves, not_finite, same_bits, some_of
+from rope_jax.training.trees import check_tree, first_problems, named_leaves, not_finite, same_bits
 
 _STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
 # Leftovers of a crash: the only names that are ever deleted.
@@ -68,7 +68,7 @@ class Checkpoints:
         Args:
             folder: of all steps, created by `clean`; `paths.require_storable` must accept it.
             keep: only the newest `keep` steps are kept; None for all.
-            still_ours: whether this process may write there, see `rope_jax.system.files.locked`.
+            still_ours: checks that this process may write there, see `rope_jax.system.files.lock`.
         """
         self._folder, self._keep, self._still_ours = folder.absolute(), keep, still_ours
         logging.getLogger("absl").addFilter(_no_traces_of_threads)
@@ -106,7 +106,7 @@ class Checkpoints:
             Damaged: no step is valid; or `strict`, and the newest one is not.
             OSError: a step cannot be read.
         """
-        return decided_by_first(lambda: self._newest_verified(strict, rename))
+        return decide_by_first(lambda: self._newest_verified(strict, rename))
 
     def _newest_verified(self, strict: bool, rename: bool) -> int | None:
         for step in reversed(self.steps()):
@@ -138,7 +138,7 @@ class Checkpoints:
             OSError: they cannot be read.
         """
         with self._reading(step):
-            return problem_of(self._folder / str(step), step)
+            return find_problem(self._folder / str(step), step)
 
     def clean(self) -> None:
         """Creates the folder, or removes unfinished saves and deletions in it.
@@ -146,7 +146,7 @@ class Checkpoints:
         Raises:
             OSError: in all processes, if it cannot be created.
         """
-        decided_by_first(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        decide_by_first(lambda: self._folder.mkdir(parents=True, exist_ok=True))
         self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
@@ -167,12 +167,12 @@ class Checkpoints:
         """
         with contextlib.suppress(SaveFailed):
             self.wait()
-        decided_by_first(self.require_ours, SaveFailed)
+        decide_by_first(self.require_ours, SaveFailed)
         self._remove_unfinished()
-        if decided_by_first(lambda: os.path.isdir(self._folder / str(step))):
+        if decide_by_first(lambda: os.path.isdir(self._folder / str(step))):
             return
         if bad := not_finite(state):
-            raise NonFinite(f"step {step} is not saved: {some_of(bad)}, not finite")
+            raise NonFinite(f"step {step} is not saved: {first_problems(bad)}, not finite")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         path = for_orbax(self._folder / f"{step}.writing")
         options = ocp.Context()
@@ -211,7 +211,7 @@ class Checkpoints:
             concurrent.futures.wait([self._pending], timeout=_ASK_EVERY)
             done = self._pending.done()
             outcome = str(self._pending.exception() or "") if done else None
-            outcomes = [json.loads(text) for text in texts_of_all(json.dumps(outcome))]
+            outcomes = [json.loads(text) for text in gather_texts(json.dumps(outcome))]
         self._pending = None
         if failures := [outcome for outcome in outcomes if outcome]:
             raise SaveFailed(failures[0])
@@ -252,13 +252,13 @@ class Checkpoints:
             raise failure from error
         if jax.process_index() == 0:
             self.on_saved(step, size, time.monotonic() - begun)
-            with contextlib.suppress(OSError):  # what cannot be deleted stays
+            with contextlib.suppress(OSError):  # steps that cannot be deleted stay
                 self._prune()
 
     def _prune(self) -> None:
-        """Deletes all steps but the newest `keep`; what is no folder of ours is left alone.
+        """Deletes all steps except the newest `keep`; other files and links are not touched.
 
-        Each is renamed first, so that no part of it is ever taken for a complete one.
+        Each is renamed first, so that no part of it is ever mistaken for a complete one.
         """
         paths = [self._folder / str(step) for step in self.steps()]
         folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
@@ -286,15 +286,15 @@ class Checkpoints:
             return ocp.load_checkpointables(folder, shapes)
 
     def about(self, step: int) -> dict:
-        """The metadata stored with a state; none where it is no dictionary.
+        """The metadata stored with a state; none if it is not a dictionary.
 
         Raises:
             OSError: it cannot be read.
         """
         with self._reading(step):
             folder = for_orbax(self._folder / str(step))
-            about = ocp.checkpointables_metadata(folder).custom_metadata
-            return about if isinstance(about, dict) else {}
+            metadata = ocp.checkpointables_metadata(folder).custom_metadata
+            return metadata if isinstance(metadata, dict) else {}
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -312,7 +312,7 @@ class Checkpoints:
 def _parts(leaf: Any) -> list[tuple[Any, np.ndarray]]:
     """The parts of an array that this process reads back, on the host, each after its index.
 
-    Of several processes each has its own; a part of which there are copies belongs to one of them.
+    With several processes, each has other parts; a part with copies belongs to one of them.
     """
     if jax.process_count() == 1:
         return [(..., leaf)]
@@ -323,7 +323,7 @@ def _parts(leaf: Any) -> list[tuple[Any, np.ndarray]]:
 def _read_back(
     folder: os.PathLike, shapes: dict[str, Any], parts: dict[str, Any], about: dict
 ) -> None:
-    """Compares what was written with what it should be; an entry at a time, on the host.
+    """Compares a written state with the intended one, one entry at a time, on the host.
 
     Raises:
         ValueError: something differs. Orbax raises exceptions of any type.
@@ -333,11 +333,11 @@ def _read_back(
     if (stored.custom_metadata or {}) != json.loads(json.dumps(about)):
         raise ValueError("the metadata is not what was written")
     # An array of one number in memory, for its shape and dtype; `...` is not read.
-    wanted = lambda x, own: np.broadcast_to(np.zeros((), x.dtype), x.shape) if own else ...
-    same = lambda array, own: all(same_bits(array[index], part) for index, part in own)
+    template = lambda x, shards: np.broadcast_to(np.zeros((), x.dtype), x.shape) if shards else ...
+    equal_bits = lambda array, shards: all(same_bits(array[index], part) for index, part in shards)
     for name, tree in shapes.items():
-        tree = jax.tree.map(wanted, tree, parts[name])
+        tree = jax.tree.map(template, tree, parts[name])
         read = ocp.load_checkpointables(folder, {name: tree})
-        for leaf, equal in named_leaves(jax.tree.map(same, read, {name: parts[name]})):
+        for leaf, equal in named_leaves(jax.tree.map(equal_bits, read, {name: parts[name]})):
             if not equal:
                 raise ValueError(f"{leaf} is not read back as it was written")

@@ -21,10 +21,10 @@ from rope_jax.config import (
 )
 from rope_jax.names import plugins
 from rope_jax.names.text import closest
-from rope_jax.system.files import SaveFailed, locked, read_json, set_aside, warn, write_file
-from rope_jax.system.processes import decided_by_first
+from rope_jax.system.files import SaveFailed, lock, read_json, set_aside, warn, write_file
+from rope_jax.system.processes import decide_by_first
 from rope_jax.system.sharding import state_shardings, with_shardings
-from rope_jax.training.agreement import told_to_all
+from rope_jax.training.agreement import report_failure
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.metrics import MetricsWriter
 from rope_jax.training.paths import require_storable
@@ -53,8 +53,8 @@ class Run:
     ) -> Iterator["Run"]:
         """Locks the folder, which is created to train; of several processes the first has the lock.
 
-        An `Interrupted` in this context learns whether a checkpoint is saved. What goes wrong
-        before the context ends the other processes where they `agree`.
+        An `Interrupted` in this context records whether a checkpoint is saved. Errors before the
+        context end the other processes where they `agree`.
 
         Args:
             workdir: the folder.
@@ -67,13 +67,13 @@ class Run:
         """
         folder, still_ours = workdir / "checkpoints", lambda: True
         with contextlib.ExitStack() as stack:
-            with told_to_all():
+            with report_failure():
                 if mode == "evaluate" and not folder.is_dir():
                     raise _no_checkpoints(workdir)
                 with blame("--workdir"):
                     require_storable(workdir)
                     if jax.process_index() == 0:
-                        still_ours = stack.enter_context(locked(workdir))
+                        still_ours = stack.enter_context(lock(workdir))
             checkpoints = Checkpoints(folder, keep=keep, still_ours=still_ours)
             run = cls(workdir, mode, stack.enter_context(checkpoints))
             try:
@@ -89,9 +89,9 @@ class Run:
             stored = read_json(self.workdir / "config.json")
         with blame("--plugins"):
             plugins.load_installed()
-            plugins.load(plugins.named_in(stored), wanted_by=f"of the run {self.workdir}")
+            plugins.load(plugins.stored_names(stored), required_by=f"of the run {self.workdir}")
             plugins.load(config.plugins)
-        return dataclasses.replace(config, plugins=plugins.needed(to_json(config)))
+        return dataclasses.replace(config, plugins=plugins.find_needed(to_json(config)))
 
     def resume(
         self,
@@ -111,17 +111,17 @@ class Run:
         Raises:
             ConfigError: the state of another config, or one that cannot be read.
         """
-        known = [*settings(), "images"]
+        names = [*settings(), "images"]
         for name in override:
-            if name not in known:
-                hint = closest(name, known)
+            if name not in names:
+                hint = closest(name, names)
                 raise ConfigError(f"--resume_override={name} is not a setting; {hint}")
         training = self.mode == "train"
         with blame("--workdir"):
             if training:
                 self.checkpoints.clean()
             step = self.checkpoints.newest_verified(strict=strict, rename=training)
-            about = None if step is None else self.checkpoints.about(step)
+            metadata = None if step is None else self.checkpoints.about(step)
         if step is None and not training:
             raise _no_checkpoints(self.workdir)
         if step is None:
@@ -129,7 +129,7 @@ class Run:
             if jax.process_index() == 0 and os.path.lexists(results):
                 set_aside(results, f"{results} is of a run whose checkpoints are gone")
             return None
-        self._require_same_run(setup, about, override)
+        self._require_same_run(setup, metadata, override)
         shapes = jax.eval_shape(lambda: initial_state(setup, model))
         shapes = with_shardings(shapes, state_shardings(shapes, setup.mesh))
         with blame("--workdir"):
@@ -139,14 +139,14 @@ class Run:
         return state
 
     def _require_same_run(
-        self, setup: Setup, about: dict[str, Any], override: Sequence[str]
+        self, setup: Setup, metadata: dict[str, Any], override: Sequence[str]
     ) -> None:
         """Rejects a checkpoint of another config or other images, except for what may differ."""
-        stored = resolve_stored(about.get("config"), f"the checkpoint of {self.workdir}")
-        data = about["data"] if isinstance(about.get("data"), dict) else {}
+        stored = resolve_stored(metadata.get("config"), f"the checkpoint of {self.workdir}")
+        data = metadata["data"] if isinstance(metadata.get("data"), dict) else {}
         lines = differences(stored, setup.config, override)
         changed = {line.partition(":")[0]: line for line in lines}
-        # That of an earlier version is the beginning of today's.
+        # The fingerprint of an earlier version is the beginning of today's.
         others = [n for n, x in setup.fingerprint.items() if not x.startswith(str(data.get(n)))]
         if others and "images" not in override:
             changed["images"] = f"the images of the {' and '.join(others)} split differ"
@@ -162,13 +162,13 @@ class Run:
 
     def write_config(self, config: Config) -> None:
         """Writes `config.json`."""
-        decided_by_first(self.checkpoints.require_ours, SaveFailed)
+        decide_by_first(self.checkpoints.require_ours, SaveFailed)
         if jax.process_index() == 0:
             write_file(self.workdir / "config.json", to_json(config) + "\n")
 
     def metrics(self, step: int, *, tensorboard: bool) -> MetricsWriter:
         """Opens `metrics.jsonl` and drops its lines after `step`."""
-        decided_by_first(self.checkpoints.require_ours, SaveFailed)
+        decide_by_first(self.checkpoints.require_ours, SaveFailed)
         with blame("--workdir"):
             return MetricsWriter(self.workdir, restored_step=step, tensorboard=tensorboard)
 

@@ -23,10 +23,10 @@ def seal(folder: pathlib.Path, step: int) -> None:
     """Syncs the files in a folder to the disk, and writes their manifest."""
     for path in folder.rglob("*"):
         sync(path)
-    write_file(folder / MANIFEST, manifest(step, _described(folder)))  # which syncs the folder
+    write_file(folder / MANIFEST, manifest(step, _describe(folder)))  # which syncs the folder
 
 
-def problem_of(folder: pathlib.Path, step: int) -> str | None:
+def find_problem(folder: pathlib.Path, step: int) -> str | None:
     """A description of the damage to the files of a step; None for a valid step.
 
     Raises:
@@ -34,7 +34,7 @@ def problem_of(folder: pathlib.Path, step: int) -> str | None:
     """
     if not stat.S_ISDIR(folder.lstat().st_mode):
         return "it is not a folder of its own"
-    files = _described(folder)  # first of all, so that only plain files are ever opened
+    files = _describe(folder)  # first of all, so that only plain files are ever opened
     if files.pop(MANIFEST, None) is None:
         return f"{MANIFEST} is missing"
     if (folder / MANIFEST).read_bytes() != manifest(step, files).encode():
@@ -47,13 +47,13 @@ def manifest(step: int, files: dict[str, Any]) -> str:
     return json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n"
 
 
-def _described(folder: pathlib.Path, prefix: str = "") -> dict[str, Any]:
+def _describe(folder: pathlib.Path, prefix: str = "") -> dict[str, Any]:
     """Size and hash of all files below a folder by relative name; None for links, pipes, ..."""
     files: dict[str, Any] = {}
     for path in folder.iterdir():
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode):
-            files |= _described(path, f"{prefix}{path.name}/")
+            files |= _describe(path, f"{prefix}{path.name}/")
         elif stat.S_ISREG(mode):
             files[prefix + path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         else:

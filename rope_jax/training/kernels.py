@@ -11,7 +11,7 @@ import jax
 
 from rope_jax.config import Config, ConfigError
 from rope_jax.system.files import read_regular, warn, write_file
-from rope_jax.system.processes import decided_by_first
+from rope_jax.system.processes import decide_by_first
 from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.step import make_step
@@ -22,8 +22,8 @@ from rope_jax_kernels.tuning.measure import nothing_to_tune
 _LARGEST = 1 << 28  # bytes of the file of choices
 
 
-def file_of(workdir: pathlib.Path) -> pathlib.Path:
-    """The file of the choices in a workdir: one for each kind of device on which it was trained."""
+def choices_file(workdir: pathlib.Path) -> pathlib.Path:
+    """The file of the choices in a workdir, one for each kind of device that trained it."""
     return workdir / f"kernels_{slugify(device.kind())}.json"
 
 
@@ -40,10 +40,10 @@ def stored_choices(kernels: str, workdir: pathlib.Path) -> Choices | None:
         return Choices()
     if kernels != "tuned":
         return Choices(everywhere=kernels)
-    path = file_of(workdir)
+    path = choices_file(workdir)
     read = lambda: read_regular(path, at_most=_LARGEST).decode() if path.exists() else ""
     try:
-        text = decided_by_first(read)
+        text = decide_by_first(read)
         choices = Choices.from_json(text) if text else None
     except (ValueError, OSError) as error:
         raise ConfigError(
@@ -67,7 +67,7 @@ def kernels_of_run(
     """A context in which a run's model computes with the kernels that it was trained with.
 
     These are the workdir's, which is not changed; without any, those of the built-in preferences.
-    For a model that is of no run, so with None, the context does nothing.
+    For a model without a run (None), the context does nothing.
 
     Raises:
         ConfigError: the file in the workdir is damaged.
@@ -90,17 +90,17 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
         return choices
     if int(state["step"]) >= setup.total_steps or nothing_to_tune():
         return Choices()
-    choices = _measured(setup, state)
+    choices = _measure(setup, state)
     # An error here ends the first process, and thereby the others, which wait for its choices.
     if jax.process_index() == 0:
-        write_file(file_of(workdir), choices.to_json())
-    return Choices.from_json(decided_by_first(choices.to_json))
+        write_file(choices_file(workdir), choices.to_json())
+    return Choices.from_json(decide_by_first(choices.to_json))
 
 
-def _measured(setup: Setup, state: State) -> Choices:
-    """Measured choices in the first process; none in the others, or if measuring fails."""
+def _measure(setup: Setup, state: State) -> Choices:
+    """Measures choices in the first process; none in the others, or if measuring fails."""
     try:
-        calls = calls_of_step(setup, state)  # in every process: it moves arrays to all devices
+        calls = trace_step(setup, state)  # in every process: it moves arrays to all devices
         if jax.process_index() > 0:
             return Choices()
         print("measuring the kernels on this device", flush=True)
@@ -110,8 +110,8 @@ def _measured(setup: Setup, state: State) -> Choices:
         return Choices()
 
 
-def calls_of_step(setup: Setup, state: State) -> list[Call]:
-    """The calls of kernels in a training step, as each device makes them."""
+def trace_step(setup: Setup, state: State) -> list[Call]:
+    """Traces the kernel calls in a training step on each device."""
     batches, resident = training_batches(setup, int(state["step"]))
     with contextlib.closing(batches):
         batch = put_batch(next(batches), setup.mesh) | resident

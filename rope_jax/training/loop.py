@@ -45,7 +45,7 @@ def train_loop(setup: Setup, state: State, run: Run, signals: Signals) -> State:
                 if pending is not None:
                     reporter.report(*pending)
                 pending = (step, metrics, len(batches.skipped))
-                reporter.dispatched(step, metrics)
+                reporter.after_dispatch(step, metrics)
                 signals()
                 if step % setup.config.checkpoint_every == 0 or step == last:
                     reporter.report(*pending)

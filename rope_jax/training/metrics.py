@@ -34,7 +34,7 @@ class MetricsWriter:
         )
         kept = [line for line in lines if line["step"] <= restored_step]
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("ab", buffering=1 << 20)  # what a full disk leaves
+        self._file = path.open("ab", buffering=1 << 20)  # keeps lines that a full disk rejects
         if tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -57,12 +57,12 @@ class MetricsWriter:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
 
-    def event(self, step: int, event: str, **about: Any) -> None:
+    def event(self, step: int, event: str, **details: Any) -> None:
         """Writes an event."""
-        self._append({"step": step, "event": event} | about)
+        self._append({"step": step, "event": event} | details)
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Writes a line. What a full disk does not take is written with one of the next lines."""
+        """Writes a line. If the disk is full, it is written with one of the next lines."""
         if self._file is None:
             return
         try:
@@ -73,21 +73,21 @@ class MetricsWriter:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The metrics in a `metrics.jsonl`; none without the file. Lines that are damaged are skipped.
+    """The metrics in a `metrics.jsonl`; none without the file. Damaged lines are skipped.
 
     Raises:
-        ValueError: it is no regular file.
+        ValueError: it is not a regular file.
     """
     return [line for line in _read_lines(path) if "event" not in line]
 
 
-def metrics_of(line: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A line of a run of several seeds, as the run of one of them alone would have written it."""
-    own = f"_seed{seed}"  # these take the places of the means, which come first
+def seed_metrics(line: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The metrics of one seed in a line of a run of several, as a run of this seed writes them."""
+    suffix = f"_seed{seed}"  # these take the places of the means, which come first
     return {
-        name.removesuffix(own): value
+        name.removesuffix(suffix): value
         for name, value in line.items()
-        if name.endswith(own) or ("_seed" not in name and name != "loss_std")
+        if name.endswith(suffix) or ("_seed" not in name and name != "loss_std")
     }
 
 
@@ -115,7 +115,7 @@ class Speedometer:
         self._waited = 0.0  # for batches, since the mark
         self._best = 0.0  # steps per second of the fastest interval
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Adds time spent waiting for a batch."""
         self._waited += seconds
 
@@ -219,12 +219,12 @@ def progress_line(step: int, total: int, values: dict[str, float]) -> str:
     ]
     if "images_per_second" in values:
         minutes, seconds = divmod(round(values["eta_seconds"]), 60)
-        left = (
+        remaining = (
             f"{minutes}:{seconds:02d}"
             if minutes < 60
             else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
         )
-        parts.append(f"{values['images_per_second']:,.0f} images/s, {left} left")
+        parts.append(f"{values['images_per_second']:,.0f} images/s, {remaining} left")
     if values.get("of_best", 1.0) < 0.8:
         parts.append(f"{values['of_best']:.0%} of its best speed")
     if values.get("data_wait", 0.0) > 0.1:

@@ -80,7 +80,7 @@ def learning_rate_schedule(
 def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> optax.Schedule:
     """The learning rate over steps or epochs; cosine and poly end at `total`."""
     if options.schedule in _FACTORS:
-        return _warmed(options, _FACTORS[options.schedule](options, total), warmup)
+        return _add_warmup(options, _FACTORS[options.schedule](options, total), warmup)
     peak, end = options.learning_rate, options.min_learning_rate
     start = warmup if options.warmup_prefix else 0  # of the cosine
 
@@ -104,12 +104,12 @@ def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> opt
 
 
 def _poly(options: OptimConfig, total: int | float) -> optax.Schedule:
-    """A power of the share of the run that is left, from the peak to the minimum."""
+    """A power of the remaining fraction of the run, from the peak to the minimum."""
     peak, end = options.learning_rate, options.min_learning_rate
 
     def rate(time: Any) -> Any:
-        left = jnp.clip((total - jnp.asarray(time, jnp.float32)) / total, 0, 1)
-        return end + (peak - end) * left**options.power
+        remaining = jnp.clip((total - jnp.asarray(time, jnp.float32)) / total, 0, 1)
+        return end + (peak - end) * remaining**options.power
 
     return rate
 
@@ -128,34 +128,34 @@ def _steps(options: OptimConfig, total: int | float) -> optax.Schedule:
 _FACTORS = {"poly": _poly, "step": _steps}
 
 
-def _warmed(options: OptimConfig, rate: optax.Schedule, warmup: int | float) -> optax.Schedule:
-    """A curve times a factor that rises linearly to 1 in the warmup."""
+def _add_warmup(options: OptimConfig, rate: optax.Schedule, warmup: int | float) -> optax.Schedule:
+    """Multiplies a curve by a factor that rises linearly to 1 in the warmup."""
     if not warmup:
         return rate
     low = options.warmup_learning_rate / options.learning_rate if options.learning_rate else 0.0
 
-    def warmed(time: Any) -> Any:
-        share = jnp.minimum(jnp.asarray(time, jnp.float32) / warmup, 1)
-        return rate(time) * (low + (1 - low) * share)
+    def rate_with_warmup(time: Any) -> Any:
+        fraction = jnp.minimum(jnp.asarray(time, jnp.float32) / warmup, 1)
+        return rate(time) * (low + (1 - low) * fraction)
 
-    return warmed
+    return rate_with_warmup
 
 
 def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
-    """Which parameters are decayed, as a pure dict of booleans.
+    """Mask of the parameters that are decayed, as a pure dict of booleans.
 
     Args:
         params: of a model.
-        exempt: what is not decayed. "declared": biases, norms, and what models and schemes declare
-            (`nnx.Param(value, decay=False)`: positions, class tokens); "norms": norms and what is
-            declared, but not the biases of layers, as detectron2 does; "vectors": biases and norms
-            only, parameters with one axis or none, not counting that of layers; "nothing":
+        exempt: parameters without decay. "declared": biases, norms, and those that models and
+            schemes declare (`nnx.Param(value, decay=False)`: positions, class tokens); "norms": as
+            "declared", except for the biases of layers, as in detectron2; "vectors": biases and
+            norms only, parameters with one axis or none, not counting that of layers; "nothing":
             everything is decayed.
     """
     norms = {path[:-1] for path, _ in nnx.to_flat_state(params) if path[-1] == "scale"}
 
     def decays(path: tuple, leaf: nnx.Variable) -> bool:
-        matrix = len(leaf.shape) - _stacked(leaf) > 1
+        matrix = len(leaf.shape) - _is_stack(leaf) > 1
         declared = leaf.get_metadata().get("decay")
         return {
             "declared": matrix if declared is None else declared,
@@ -164,20 +164,20 @@ def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
             "nothing": True,
         }[exempt]
 
-    return _of_each(decays, params)
+    return _map_params(decays, params)
 
 
-def stacked(params: nnx.State) -> Any:
-    """Which parameters have a leading axis of layers, as a pure dict of booleans."""
-    return _of_each(lambda path, leaf: _stacked(leaf), params)
+def layer_stacks(params: nnx.State) -> Any:
+    """Mask of the parameters with a leading axis of layers, as a pure dict of booleans."""
+    return _map_params(lambda path, leaf: _is_stack(leaf), params)
 
 
-def _stacked(leaf: nnx.Variable) -> bool:
-    """Whether a parameter declares that its first axis is that of layers."""
+def _is_stack(leaf: nnx.Variable) -> bool:
+    """Checks whether a parameter declares that its first axis is that of layers."""
     return leaf.get_metadata().get("layers", False)
 
 
-def _of_each(function: Callable[[tuple, nnx.Variable], Any], params: nnx.State) -> Any:
+def _map_params(function: Callable[[tuple, nnx.Variable], Any], params: nnx.State) -> Any:
     flat = nnx.to_flat_state(params)
     return nnx.to_pure_dict(
         nnx.from_flat_state([(path, leaf.replace(function(path, leaf))) for path, leaf in flat])
@@ -207,7 +207,7 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
         depth, is_norm = declared.get("depth"), declared.get("last_norm", False)
         if depth is None or (is_norm and last_norm == "head"):
             continue
-        if _stacked(leaf):
+        if _is_stack(leaf):
             numbers = depth + np.arange(leaf.shape[0], dtype=np.float32)
             depth = numbers.reshape(-1, *(1,) * (len(leaf.shape) - 1))
         depths[path] = depth
@@ -217,16 +217,18 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
             "their depth, see rope_jax.models.blocks.make_blocks; this one's do not: set it to 1"
         )
     top = 1 + max(int(np.max(depth)) for depth in depths.values())
-    return _of_each(lambda path, leaf: layer_decay ** (top - depths.get(path, top)), params)
+    return _map_params(lambda path, leaf: layer_decay ** (top - depths.get(path, top)), params)
 
 
 def backbone_rates(params: nnx.State, factor: float) -> Any:
-    """Factors on the learning rate: `factor` for all of a dense model but its head, 1 for the head.
+    """Factors on the learning rate of a dense model: 1 for its head, `factor` for everything else.
 
     The norms or the pyramid that make the head's maps are part of the backbone in official codes.
     Models without a head of dense prediction have the factor 1.
     """
-    return _of_each(lambda path, leaf: factor if path[0] in ("backbone", "neck") else 1.0, params)
+    return _map_params(
+        lambda path, leaf: factor if path[0] in ("backbone", "neck") else 1.0, params
+    )
 
 
 def make_optimizer(
@@ -260,7 +262,7 @@ def make_optimizer(
         ]
     elif o.name == "lamb":
         decay = optax.add_decayed_weights(o.weight_decay, mask)
-        trust = [scale_by_trust_ratio(mask, stacked(params))] if o.weight_decay else []
+        trust = [scale_by_trust_ratio(mask, layer_stacks(params))] if o.weight_decay else []
         parts = [
             optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
             decay,
@@ -275,14 +277,14 @@ def make_optimizer(
     if o.clip_norm is not None:
         parts = [clip_by_global_norm(o.clip_norm, whole), *parts]
     if o.layer_decay != 1:
-        parts.append(_scaled(layer_rates(params, o.layer_decay, o.last_norm)))
+        parts.append(_scale(layer_rates(params, o.layer_decay, o.last_norm)))
     if o.backbone_rate != 1:
-        parts.append(_scaled(backbone_rates(params, o.backbone_rate)))
+        parts.append(_scale(backbone_rates(params, o.backbone_rate)))
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 
-def _scaled(rates: Any) -> optax.GradientTransformation:
-    """Updates times a factor for each parameter."""
+def _scale(rates: Any) -> optax.GradientTransformation:
+    """Multiplies updates by a factor for each parameter."""
     return optax.stateless(
         lambda updates, _: jax.tree.map(lambda u, rate: u * rate, updates, rates)
     )
@@ -293,8 +295,8 @@ def global_norm(tree: Any, whole: Whole = lambda shape: True) -> Float[Array, ""
 
     Args:
         tree: of arrays, for example gradients.
-        whole: whether every device holds all of an array of this shape. Other arrays are summed
-            each by itself, as joining them would gather them.
+        whole: checks that every device holds all of an array of this shape. Other arrays are summed
+            separately, because joining them would gather them.
     """
     leaves = jax.tree.leaves(tree)
     alone = [x for x in leaves if not whole(x.shape)]
@@ -320,8 +322,8 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """Scales gradients down to `global_norm(gradients) <= limit`, as `optax.clip_by_global_norm`.
 
-    The results are parts of few long arrays. XLA then updates ten parameters of equal shape in a
-    launch, where arrays of their own need one launch each and two more for the norm.
+    The results are parts of few long arrays. XLA then updates ten parameters of equal shape in one
+    launch, where separate arrays need one launch each and two more for the norm.
     """
 
     def clip(gradients: Any, _: Any) -> Any:
@@ -335,9 +337,9 @@ def clip_by_global_norm(
         for group in _groups(leaves, whole):
             ends = np.cumsum([x.size for x in group])
             parts += jnp.split(clipped(_join(group)), ends[:-1])
-        own = iter(parts)
+        joined = iter(parts)
         return structure.unflatten(
-            [next(own).reshape(x.shape) if whole(x.shape) else clipped(x) for x in leaves]
+            [next(joined).reshape(x.shape) if whole(x.shape) else clipped(x) for x in leaves]
         )
 
     return optax.stateless(clip)
@@ -346,8 +348,8 @@ def clip_by_global_norm(
 def scale_by_trust_ratio(mask: Any, layered: Any) -> optax.GradientTransformation:
     """LAMB's ratio |parameter| / |update| per masked tensor, per layer if layered; 1 for norm 0."""
 
-    def scale(update: jax.Array, param: jax.Array, wanted: bool, layered: bool) -> jax.Array:
-        if not wanted:
+    def scale(update: jax.Array, param: jax.Array, decayed: bool, layered: bool) -> jax.Array:
+        if not decayed:
             return update
         norm = lambda x: jnp.sqrt(
             jnp.sum(jnp.square(x), axis=tuple(range(int(layered), x.ndim)), keepdims=True)

@@ -1,4 +1,4 @@
-"""Paths for orbax, which takes some characters of a path for something else than themselves."""
+"""Paths for orbax, which interprets some characters of a path."""
 
 import glob
 import os
@@ -10,9 +10,9 @@ _OrbaxPath = type(ocp.options.FileOptions().path_class("/"))
 
 
 class LiteralPath(_OrbaxPath):
-    """A path of orbax, whose own `glob` takes `[3e-3]` in the name of a folder for a pattern.
+    """A path of orbax, whose own `glob` mistakes `[3e-3]` in the name of a folder for a pattern.
 
-    Orbax finds by it what each process has written, and merges nothing where it finds nothing.
+    Orbax uses it to find the files of each process, and merges nothing if it finds none.
     """
 
     def glob(self, pattern: str) -> Iterator["LiteralPath"]:
@@ -20,12 +20,12 @@ class LiteralPath(_OrbaxPath):
 
 
 def for_orbax(path: str | os.PathLike) -> LiteralPath:
-    """The path without links: tensorstore takes `link/..` for the folder that holds the link."""
+    """The path without links: tensorstore reads `link/..` as the folder that holds the link."""
     return LiteralPath(os.path.realpath(path))
 
 
 def require_storable(folder: str | os.PathLike) -> None:
-    """Rejects a folder whose path orbax and tensorstore cannot have.
+    """Rejects a folder whose path orbax and tensorstore do not support.
 
     Raises:
         ValueError: it is not UTF-8, or has a backslash.

@@ -21,7 +21,7 @@ from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
 from rope_jax.training.trees import not_finite
 
-SLOW_DATA = 0.1  # share of the time spent waiting for images above which advice is printed
+SLOW_DATA = 0.1  # fraction of time spent waiting for images above which advice is printed
 MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
 
 
@@ -32,7 +32,7 @@ class Reporter:
     """
 
     def __init__(self, setup: Setup, first: int, run: Run, signals: Signals):
-        """`first` is the last step that has already been done."""
+        """Starts after step `first`, the last finished one."""
         config = setup.config
         self._setup, self._first, self._step = setup, first, first
         self._checkpoints, self._signals = run.checkpoints, signals
@@ -62,11 +62,11 @@ class Reporter:
                 if error is None:
                     self._writer.event(self._step, "stop", why="complete", resumes_from=self._step)
                 else:
-                    self._stopped(error)
+                    self._report_stop(error)
             finally:
                 self._profile(self._profiler.close())
 
-    def _stopped(self, error: BaseException) -> None:
+    def _report_stop(self, error: BaseException) -> None:
         last = self._checkpoints.newest()
         stopped = isinstance(error, Interrupted)
         why = f"stopped by {error}" if stopped else f"{type(error).__name__}: {error}"
@@ -78,15 +78,15 @@ class Reporter:
 
     @contextlib.contextmanager
     def waiting_for_batch(self, step: int) -> Iterator[None]:
-        """Measures how long the loop waits for a batch, and starts the profiler if requested."""
+        """Measures the time spent waiting for a batch, and starts the profiler if requested."""
         self._step = step
         begun = time.monotonic()
         yield
-        self._speed.waited(time.monotonic() - begun)
-        if self._signals.profile_wanted() or step == self._setup.config.profile_at:
+        self._speed.add_wait(time.monotonic() - begun)
+        if self._signals.take_profile_request() or step == self._setup.config.profile_at:
             self._profiler.start(step)
 
-    def dispatched(self, step: int, metrics: dict[str, Array]) -> None:
+    def after_dispatch(self, step: int, metrics: dict[str, Array]) -> None:
         """Ends the profile after the steps that it records."""
         self._profile(self._profiler.after(step, metrics))
 
@@ -115,7 +115,7 @@ class Reporter:
             self._tell_to_read_faster()
 
     def _tell_to_read_faster(self) -> None:
-        """Prints what makes images come sooner."""
+        """Prints advice for faster reading of images."""
         used, most = data.worker_count(self._setup.config.data.workers), cores()
         print(
             f"the steps wait for images, which {used or 'no'} worker processes decode on {most} "
@@ -153,20 +153,20 @@ class FiniteGuard:
         self._skipped = dict.fromkeys(setup.config.all_seeds, 0)  # in a row
 
     def check(self, step: int, values: dict[str, np.ndarray]) -> bool:
-        """Whether the metrics of all seeds are finite.
+        """Checks whether the metrics of all seeds are finite.
 
         Raises:
             NonFinite: they are not, and the step may not be skipped.
         """
         config, all_finite = self._setup.config, True
-        each = zip(
+        seed_values = zip(
             self._skipped,
             seeds.row_labels(config.all_seeds),
             np.ravel(values["loss"]),
             np.ravel(values["grad_norm"]),
             strict=True,
         )
-        for seed, label, loss, norm in each:
+        for seed, label, loss, norm in seed_values:
             if np.isfinite(loss) and np.isfinite(norm):
                 self._skipped[seed] = 0
                 continue
@@ -174,12 +174,12 @@ class FiniteGuard:
             self._skipped[seed] += 1
             count = self._skipped[seed]
             of_seed = f" of seed {seed}" if label else ""
-            told = f"step {step}{of_seed}: loss {loss}, gradient norm {norm}"
+            problem = f"step {step}{of_seed}: loss {loss}, gradient norm {norm}"
             if config.non_finite == "stop" or count > MAX_SKIPPED:
                 before = f", after {count - 1} skipped steps in a row" if count > 1 else ""
-                raise self._lost(step, seed, told + before)
+                raise self._lost(step, seed, problem + before)
             warn(
-                f"WARNING: {told}; its update is skipped ({count} in a row). "
+                f"WARNING: {problem}; its update is skipped ({count} in a row). "
                 f"Its examples: {self._examples(step, seed)}"
             )
             self._writer.event(step, "skipped", loss=str(loss), grad_norm=str(norm), **label)
@@ -193,11 +193,11 @@ class FiniteGuard:
         of_seed = f" (seed {seed})" if config.seeds > 1 else ""
         return self._lost(step, seed, f"{error}{of_seed}")
 
-    def _lost(self, step: int, seed: int, told: str) -> NonFinite:
+    def _lost(self, step: int, seed: int, problem: str) -> NonFinite:
         last = self._checkpoints.newest()
         saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
         return NonFinite(
-            f"{told}; {saved}. Lower --config.optim.learning_rate, or look at its examples: "
+            f"{problem}; {saved}. Lower --config.optim.learning_rate, or look at its examples: "
             f"{self._examples(step, seed)}"
         )
 

@@ -25,12 +25,12 @@ from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.sharding import (
     make_mesh,
     on_every_device,
-    replicated,
-    share,
+    process_shard,
+    replicate,
     state_shardings,
     use_mesh,
 )
-from rope_jax.tasks import Task, seeds, task_for, task_of
+from rope_jax.tasks import Task, find_task, seeds, task_for
 from rope_jax.tasks.dense import first_difference
 from rope_jax.training import optim
 from rope_jax.weights.create import create_model
@@ -176,7 +176,7 @@ def load_split(
 ) -> data.Images | data.Streamed:
     """A split of the config's data at a resolution, by default the training resolution.
 
-    Its labels are of what the task of the config's head needs, where the source has them.
+    It has the kind of labels that the task of the config's head needs, if the source has them.
     """
     size = config.data.image_size if size is None else size
     crop = {"crop": config.eval.frame} if split == "test" else {}
@@ -224,9 +224,9 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
 
 
 def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
-    """Rejects resolutions, crops and windows that do not suit the model or the images."""
-    own = images.one_size or not config.data.canvases
-    with blame(f"--config.data.{'image_size' if own else 'canvases'}"):
+    """Rejects resolutions, crops and windows that the model or the images do not support."""
+    single_size = images.one_size or not config.data.canvases
+    with blame(f"--config.data.{'image_size' if single_size else 'canvases'}"):
         for size in data.canvases_of(images, config.data.canvas_sizes):
             model.check_size(size)
     if config.eval.resolutions and not images.one_size:
@@ -253,13 +253,13 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
 
 def _check_class_names(images: Split, held_out: Split) -> None:
     """Rejects splits with different classes (data sets in memory have no class names)."""
-    here, there = images.class_names, held_out.class_names
-    if (difference := first_difference(here, there)) is not None:
+    train_names, test_names = images.class_names, held_out.class_names
+    if (difference := first_difference(train_names, test_names)) is not None:
         label, train, test = difference
         raise ValueError(
             f"the splits of {images.name} have other classes: label {label} is {train!r} in "
-            f"the training split and {test!r} in the test split ({len(here)} and {len(there)} "
-            "classes): prepare both with the same list of classes"
+            f"the training split and {test!r} in the test split ({len(train_names)} and "
+            f"{len(test_names)} classes): prepare both with the same list of classes"
         )
 
 
@@ -287,11 +287,11 @@ def assemble(
             steps_per_epoch=steps_per_epoch,
         )
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-    one = seeds.take(params, config.seeds)  # decay and layer rates depend on shapes
-    optimizer = optim.make_optimizer(config.optim, schedule, one, on_every_device(mesh))
+    model_params = seeds.take(params, config.seeds)  # decay and layer rates depend on shapes
+    optimizer = optim.make_optimizer(config.optim, schedule, model_params, on_every_device(mesh))
     windows = model.window_rule(scaled=config.eval.scale_windows)
     data_and_model = (images, held_out, graph, rest, optimizer, schedule, total, windows)
-    return Setup(config, mesh, *data_and_model, task_of(model))
+    return Setup(config, mesh, *data_and_model, find_task(model))
 
 
 def initial_state(setup: Setup, model: nnx.Module) -> State:
@@ -313,7 +313,7 @@ def training_batches(
 ) -> tuple[Any, dict[str, Any]]:
     """The batches of this process from step `first` on, and arrays to be added to each of them.
 
-    The latter are the images themselves, if the data set is kept on the device. For `waiting` see
+    These arrays are the images, if the data set is kept on the device. For `waiting` see
     `rope_jax.data.batches`.
     """
     config, images = setup.config, setup.images
@@ -322,11 +322,11 @@ def training_batches(
         "start_step": first,
         "augment": setup.loader,
         "repeats": config.data.repeats,
-        "shard": share(),
+        "shard": process_shard(),
     }
     if config.data.on_device:
         streams = [DeviceBatches(images, seed=seed, **options) for seed in config.all_seeds]
-        resident = jax.device_put((images.images, images.labels), replicated(setup.mesh))
+        resident = jax.device_put((images.images, images.labels), replicate(setup.mesh))
         stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
         return stream, {"set": resident}
     stream = data.batches(

@@ -19,12 +19,12 @@ _ALONE_AFTER = 10  # seconds that one of several processes still waits after a s
 class Interrupted(BaseException):
     """A signal stopped the run (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP).
 
-    It may be raised anywhere, like KeyboardInterrupt, and is no error that `except Exception` may
-    take for one of the code that it interrupts.
+    It may be raised anywhere, like KeyboardInterrupt, and is not an `Exception`, which handlers
+    could mistake for an error of the code that it interrupts.
 
     Attributes:
-        saved: whether stopping loses nothing: a checkpoint exists.
-        alone: whether this is one of several processes that could not save with the others.
+        saved: True if stopping loses nothing: a checkpoint exists.
+        alone: True for one of several processes that could not save with the others.
     """
 
     saved = False
@@ -37,7 +37,7 @@ class Signals:
     Several processes all stop at the same call, whichever of them received the signal.
 
     Attributes:
-        at_once: whether a signal raises Interrupted immediately, as there is nothing to save.
+        at_once: True if a signal raises Interrupted immediately, because there is nothing to save.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Signals:
             raise Interrupted(signal.Signals(number).name)
 
     def waiting(self, seconds: int) -> None:
-        """Call once a second while this process waits for something that may never come.
+        """Call once a second while this process waits for an event that may never occur.
 
         Args:
             seconds: for which it has waited so far.
@@ -70,10 +70,10 @@ class Signals:
             error.alone = True
             raise error
 
-    def profile_wanted(self) -> bool:
-        """Whether SIGUSR2 has arrived since the last call."""
-        wanted, self._profile = self._profile, False
-        return wanted
+    def take_profile_request(self) -> bool:
+        """Returns True if SIGUSR2 has arrived since the last call."""
+        requested, self._profile = self._profile, False
+        return requested
 
     def handle(self, number: int, frame: Any) -> None:
         """The signal handler. A second signal to stop is left to `_end_at_second`."""
@@ -87,7 +87,7 @@ class Signals:
                 os.write(2, b"\nrope_jax: stopping after this step; once more to stop at once\n")
 
     def restore(self, number: int, handler: Any) -> None:
-        """Gives a signal back to the handler of before; a SIGHUP that stopped the run is ignored.
+        """Restores the handler of a signal; a SIGHUP that stopped the run is ignored.
 
         A terminal that is closed sends it more than once.
         """
@@ -96,9 +96,9 @@ class Signals:
 
 
 def _end_at_second(numbers: int) -> None:
-    """Ends the process at the second signal to stop, but SIGHUP.
+    """Ends the process at the second signal to stop, except SIGHUP.
 
-    No handler could: Python calls none while the main thread compiles, or waits for a process.
+    A handler could not: Python calls none while the main thread compiles, or waits for a process.
 
     Args:
         numbers: descriptor from which the numbers of signals are read (`signal.set_wakeup_fd`).

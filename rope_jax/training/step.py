@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from rope_jax.system.sharding import on_every_device, replicated, state_shardings
+from rope_jax.system.sharding import on_every_device, replicate, state_shardings
 from rope_jax.tasks import seeds
 from rope_jax.training import optim
 from rope_jax.training.setup import Setup, State
@@ -32,9 +32,9 @@ def make_step(setup: Setup) -> Callable[[State, dict[str, Any]], tuple[State, Me
             in_axes=(0, 0, state_axes, batch_axes),
             out_axes=(state_axes, 0),
         )
-        own_seeds = jnp.asarray(seeds.seed_array(config.all_seeds))
-        new, metrics = step_of_seed(setup.rest, own_seeds, state, batch)
-        shardings = (state_shardings(new, mesh), replicated(mesh))
+        all_seeds = jnp.asarray(seeds.seed_array(config.all_seeds))
+        new, metrics = step_of_seed(setup.rest, all_seeds, state, batch)
+        shardings = (state_shardings(new, mesh), replicate(mesh))
         return jax.lax.with_sharding_constraint((new, metrics), shardings)
 
     return jax.jit(step, donate_argnums=0)
@@ -44,17 +44,17 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
     config, mesh, task = setup.config, setup.mesh, setup.task
 
     def loss(params: Any, stats: Any, batch: Any, key: Array) -> tuple[Array, tuple[Array, Any]]:
-        own = functools.partial(task.loss, batch=batch, config=config, key=key)
-        (value, accuracy), stats = setup.apply(own, params, stats, rest)
+        model_loss = functools.partial(task.loss, batch=batch, config=config, key=key)
+        (value, accuracy), stats = setup.apply(model_loss, params, stats, rest)
         return value, (accuracy, stats)
 
-    # What needs draws of its own folds the CRC of its name into this key: small numbers would equal
-    # the parts that `split` makes of it for the parts of a batch and the blocks of a model.
+    # Code that needs separate draws folds the CRC of its name into this key: small numbers would
+    # collide with the results of `split` for the parts of a batch and the blocks of a model.
     key = jax.random.fold_in(jax.random.key(seed), state["step"])
     batch = task.prepare_batch(batch, config, seed=seed, key=key)
     gradient = jax.value_and_grad(loss, has_aux=True)
     if config.accumulate > 1:
-        gradient = _accumulated(gradient, config.accumulate)
+        gradient = _accumulate(gradient, config.accumulate)
     (value, (accuracy, stats)), grads = gradient(
         state["params"], state.get("stats", {}), batch, key
     )
@@ -80,27 +80,27 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
     return new, metrics
 
 
-def _accumulated(gradient: Callable, count: int) -> Callable:
+def _accumulate(gradient: Callable, count: int) -> Callable:
     """The gradient as a mean over `count` parts of the batch, computed one after the other.
 
     Batch statistics are computed for each part in turn.
     """
 
-    def part_of(x: Array) -> Array:
-        # Part i has every count-th example from i on, so that each device's share of the batch
-        # contains its share of every part.
+    def split_parts(x: Array) -> Array:
+        # Part i has every count-th example from i on, so that each device holds its examples of
+        # every part.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
-    def accumulated(params: Any, stats: Any, batch: Any, key: Array) -> Any:
+    def mean_gradient(params: Any, stats: Any, batch: Any, key: Array) -> Any:
         def add(carry: Any, part: Any) -> tuple[Any, None]:
             stats, totals = carry
             (loss, (accuracy, stats)), grads = gradient(params, stats, *part)
             return (stats, jax.tree.map(jnp.add, totals, (loss, accuracy, grads))), None
 
-        parts = (jax.tree.map(part_of, batch), jax.random.split(key, count))
+        parts = (jax.tree.map(split_parts, batch), jax.random.split(key, count))
         zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), jnp.float32(0), params))
         (stats, totals), _ = jax.lax.scan(add, (stats, zeros), parts)
         loss, accuracy, grads = jax.tree.map(lambda total: total / count, totals)
         return (loss, (accuracy, stats)), grads
 
-    return accumulated
+    return mean_gradient

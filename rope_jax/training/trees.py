@@ -23,26 +23,28 @@ def _all_finite(leaves: list) -> jax.Array:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays have the same shape, dtype and bits; 0.0 and -0.0 differ."""
+    """Checks that two arrays have the same shape, dtype and bits; 0.0 and -0.0 differ."""
     bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return (a.shape, a.dtype) == (b.shape, b.dtype) and np.array_equal(bits(a), bits(b))
 
 
-def check_tree(wanted: Any, found: Any) -> None:
+def check_tree(expected: Any, stored: Any) -> None:
     """Rejects a stored tree with other names, shapes or dtypes (orbax would cast silently)."""
     types = lambda tree: {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)}
-    wanted, found = types(wanted), types(found)
+    expected, stored = types(expected), types(stored)
     problems = [
-        f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
-        for name in wanted | found
-        if wanted.get(name) != found.get(name)
+        f"{name} is {stored.get(name, 'missing')}, not {expected.get(name, 'expected')}"
+        for name in expected | stored
+        if expected.get(name) != stored.get(name)
     ]
     if problems:
-        raise ValueError("the checkpoint's arrays are not those of this run: " + some_of(problems))
+        raise ValueError(
+            "the checkpoint's arrays are not those of this run: " + first_problems(problems)
+        )
 
 
-def some_of(problems: list[str]) -> str:
-    """The first five problems, and how many more there are."""
+def first_problems(problems: list[str]) -> str:
+    """Lists the first five problems, and the number of others."""
     return "; ".join(problems[:5]) + (
         f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     )

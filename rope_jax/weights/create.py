@@ -119,7 +119,7 @@ def create_model(
             create = create_backbone if description.head is None else create_dense
             model = create(description, seed=seed, dtype=dtype)
         except UnknownName as error:
-            missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
+            missing = [] if described is None else {*described.plugins} - {*plugins.list_loaded()}
             if not missing:
                 raise
             raise ValueError(

@@ -176,8 +176,8 @@ def test_other_differences_than_the_position_are_named(tmp_path):
     write_results(b, 1674, rows(((8, 8), 0.8)))
     report.main([str(a), str(b)])
     note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
-    assert f"not alike: {note}" in (tmp_path / "comparison.txt").read_text()
-    assert f"Not alike: {note}" in Page(tmp_path).text
+    assert f"other differences: {note}" in (tmp_path / "comparison.txt").read_text()
+    assert f"Other differences: {note}" in Page(tmp_path).text
 
 
 def test_crops_of_a_run_are_not_counted_as_seeds(tmp_path):

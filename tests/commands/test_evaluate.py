@@ -190,7 +190,7 @@ def test_other_weights_and_older_rows_are_measured_again(command, tmp_path):
 
 def test_the_first_of_several_processes_writes(command, tmp_path, monkeypatch):
     for module in (command_module, evaluation_module):
-        monkeypatch.setattr(module, "share", lambda: (1, 2))
+        monkeypatch.setattr(module, "process_shard", lambda: (1, 2))
     with pytest.raises(FileNotFoundError, match=r"rows\.json"):
         command("--batch_size=2")
     monkeypatch.undo()

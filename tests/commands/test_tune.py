@@ -12,7 +12,7 @@ SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"
 
 
 def calls(*arguments):
-    return rope_jax.commands.tune.calls_of_model(
+    return rope_jax.commands.tune.trace_calls(
         rope_jax.commands.tune.make_parser().parse_args([*SMALL, *arguments])
     )
 

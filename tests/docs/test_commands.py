@@ -239,7 +239,7 @@ def prepare_run(requested):
         classifier = (requested.model.name, requested.model.position)
         patch.setattr(restore, "open_weights", lambda where: open_weights(where, *classifier))
         model = nnx.eval_shape(start)
-    model.preprocessing = restore.preprocessing_of(completed[0].data, completed[0].eval.frame)
+    model.preprocessing = restore.run_preprocessing(completed[0].data, completed[0].eval.frame)
     return completed[0], model
 
 
@@ -345,7 +345,7 @@ def run(folder, monkeypatch, capsys):
         (loading, "load_pretrained", load_pretrained),
         (loading, "read_checkpoint", read_checkpoint),
         (loading, "file_sha256", str),
-        (one_evaluation.Evaluation, "recorded", row),
+        (one_evaluation.Evaluation, "record", row),
         (evaluator.Evaluator, "count", see),
         (evaluation, "results_table", compute),
         (analysis, "analyse_model", compute),

@@ -18,9 +18,9 @@ from rope_jax.evaluate.evaluation import Evaluation
 from rope_jax.models.heads.detection import Detections
 from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import TASKS
-from rope_jax.tasks.average_precision import Found
-from rope_jax.tasks.box_pictures import Detected, draw_detections
-from rope_jax.tasks.detection import found_in
+from rope_jax.tasks.average_precision import ImageDetections
+from rope_jax.tasks.box_pictures import DetectedImage, draw_detections
+from rope_jax.tasks.detection import collect_detections
 from rope_jax.tasks.sheets import class_colours
 from rope_jax.weights import Preprocessing
 from tests.images.coco_set import write_coco
@@ -117,11 +117,11 @@ def test_boxes_are_clipped_and_empty_ones_skipped(images):
     boxes = jnp.array([[[10.0, 5, 60, 70], [100, 0, 120, 50], [20, 20, 20, 30]]])
     outputs = Detections(boxes, jnp.array([[0.9, 0.8, 0.7]]), jnp.array([[2, 0, 1]]))
     part = {name: np.asarray(x) for name, x in task.count(outputs, batch, images).items()}
-    detections = found_in([part])
+    detections = collect_detections([part])
     assert list(detections) == [3]
     np.testing.assert_array_equal(detections[3].boxes, [[40, 10, 240, 100]])
     assert detections[3].classes.tolist() == [2]
-    assert found_in([part | {"mask": np.array([False])}]) == {}
+    assert collect_detections([part | {"mask": np.array([False])}]) == {}
 
 
 class Cells(nnx.Module):
@@ -213,8 +213,8 @@ def test_boxes_have_the_colours_of_their_classes(tmp_path):
     """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels."""
     boxes = np.array([[10.0, 20, 30, 40], [1, 1, 9, 9]])
     truth = Truth(boxes, np.int32([1, 0]), np.array([False, True]), np.array([400.0, 64]))
-    detections = Found(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
-    example = Detected(np.full((48, 48, 3), 9, np.uint8), truth, detections)
+    detections = ImageDetections(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
+    example = DetectedImage(np.full((48, 48, 3), 9, np.uint8), truth, detections)
     draw_detections([example, example], ["a", "b", "c"], 3, tmp_path / "p.png")
     sheet = decode_image((tmp_path / "p.png").read_bytes())
     assert sheet.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)

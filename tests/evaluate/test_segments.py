@@ -152,7 +152,7 @@ def test_damaged_images_are_errors_or_skipped(masks):
     ],
 )
 def test_views_have_mmsegmentations_sizes(views, fit, sizes):
-    results = list(views.of(np.zeros((300, 400, 3), np.float32), fit))
+    results = list(views.apply(np.zeros((300, 400, 3), np.float32), fit))
     flips = [False, True] if views.flip else [False]
     expected = [(size, flipped) for size in sizes for flipped in flips]
     assert [(view.shape[:2], flipped) for view, flipped in results] == expected

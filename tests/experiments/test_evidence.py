@@ -290,7 +290,7 @@ def test_tables_are_sorted_and_verdicts_need_all_seeds():
 def test_images_are_packed_or_pixels(tmp_path):
     pixels = {f"{split}_images": np.zeros((2, 8, 8, 3), np.uint8) for split in ("train", "test")}
     np.savez(tmp_path / "pixels.npz", **pixels)
-    assert _parts.packed(tmp_path / "pixels.npz", tmp_path / "x") == tmp_path / "pixels.npz"
+    assert _parts.to_pixels(tmp_path / "pixels.npz", tmp_path / "x") == tmp_path / "pixels.npz"
     rng = np.random.default_rng(0)
     encoded = []
     for quality in (75, 75, 90):
@@ -308,7 +308,7 @@ def test_images_are_packed_or_pixels(tmp_path):
         "split": np.array([0, 1, 0]),
     }
     np.savez(tmp_path / "packed.npz", **arrays)
-    unpacked = _parts.packed(tmp_path / "packed.npz", tmp_path / "new.npz")
+    unpacked = _parts.to_pixels(tmp_path / "packed.npz", tmp_path / "new.npz")
     pixels = [np.asarray(Image.open(io.BytesIO(image_bytes))) for image_bytes in encoded]
     train, test = (data.load("npz", str(unpacked), split) for split in ("train", "test"))
     np.testing.assert_array_equal(train.images, [pixels[0], pixels[2]])

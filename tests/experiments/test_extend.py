@@ -33,7 +33,7 @@ def test_rules_replace_those_of_the_scheme(position):
         ("yarn", Extension(extend="yarn")),
         ("ntk(log_scale=True)", Extension(extend="ntk", log_scale=True)),
     ]:
-        (scheme,) = extend_rotations(create(position), extend.whole(rule), False)
+        (scheme,) = extend_rotations(create(position), extend.spell_out(rule), False)
         assert scheme.extension == expected
 
 

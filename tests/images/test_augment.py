@@ -80,7 +80,7 @@ def test_invalid_augmentations_are_refused(text, message):
     ("text", "message"),
     [
         ("crop(pad=0)", "pad must be a whole number of at least 1, not 0"),
-        ("crop(pad=6)", "pad is below both sides"),
+        ("crop(pad=6)", "pad must be below both sides"),
         ("flip(p=1.5)", "p must be a number of at least 0 and at most 1, not 1.5"),
         ("resized_crop(scale_min=0)", "scale_min must be a number above 0 and at most 1, not 0"),
         ("resized_crop(ratio_min=2)", "is impossible"),

@@ -206,7 +206,7 @@ def test_scene_batches_have_one_size_without_padding():
         # Flips keep heights.
         np.testing.assert_array_equal(boxes[label >= 0][:, 1::2], truth.boxes[:, 1::2])
     assert images.fingerprint() != load("scenes", image_size=(48, 64)).fingerprint()
-    with pytest.raises(ValueError, match=r"on_device=True .* scenes is none"):
+    with pytest.raises(ValueError, match=r"on_device=True .* scenes is not one"):
         DeviceBatches(images, batch_size=2, seed=0)
     with pytest.raises(ValueError, match="133x133 pixels, but the canvases are 48x64"):
         batches(images, batch_size=2, seed=0, augment=CROP)

@@ -9,8 +9,8 @@ from rope_jax.data.images.fits import (
     detr_crop,
     fit,
     flip_boxes,
-    placed_boxes,
-    placed_pixels,
+    place_boxes,
+    place_pixels,
     smallest_canvas,
 )
 from tests.images.test_joint import draws
@@ -89,8 +89,8 @@ def test_boxes_follow_their_objects():
         crop = detr_crop(size, draw, **SMALL)
         placing = crop if number % 3 else fit(size, short=80, long=133)
         box = np.array([[*start[::-1], *stop[::-1]]], float)
-        boxes, kept = placed_boxes(box, size, placing)
-        pixels = placed_pixels(image, placing)
+        boxes, kept = place_boxes(box, size, placing)
+        pixels = place_pixels(image, placing)
         assert pixels.shape[:2] == placing.extent
         flips = np.array([draw], np.uint64)
         visible = flip(pixels[None], flips)[0, ..., 1] > 127

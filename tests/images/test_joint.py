@@ -7,8 +7,8 @@ from rope_jax.data.images.joint import (
     bilinear_crop,
     crop_both,
     nearest_crop,
+    scale_size,
     scaled_crop,
-    scaled_size,
 )
 
 
@@ -72,9 +72,9 @@ def test_crops_of_a_single_class_are_redrawn(share, low, high):
 
 
 def test_scaled_sizes_match_official_recipes():
-    assert scaled_size((512, 683), 1.0, short=512, long=2048) == (512, 683)
-    assert scaled_size((300, 2000), 1.0, short=512, long=2048) == (307, 2048)
-    assert scaled_size((480, 640), 0.5, short=512, long=2048) == (256, 341)
+    assert scale_size((512, 683), 1.0, short=512, long=2048) == (512, 683)
+    assert scale_size((300, 2000), 1.0, short=512, long=2048) == (307, 2048)
+    assert scale_size((480, 640), 0.5, short=512, long=2048) == (256, 341)
     with pytest.raises(ValueError, match="low=2"):
         scaled_crop(
             np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4), np.uint8), (2, 2), 0, low=2.0, high=1.0

@@ -108,9 +108,9 @@ def write_four_bits(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "1.png").unlink(), "train/1 and .*train/1.png are no pair"),
-        (lambda f: (f / "1.jpg").unlink(), "train/1 and .*train/1.png are no pair"),
-        (lambda f: (f / "1.webp").write_bytes(b""), "train/1 and .*train/1.png are no pair"),
+        (lambda f: (f / "1.png").unlink(), "train/1 and .*train/1.png do not match"),
+        (lambda f: (f / "1.jpg").unlink(), "train/1 and .*train/1.png do not match"),
+        (lambda f: (f / "1.webp").write_bytes(b""), "train/1 and .*train/1.png do not match"),
         (lambda f: save(f / "1.png", np.zeros((4, 5), np.uint8)), "1.png has 4x5 .*1.jpg 21x24"),
         (
             lambda f: save(f / "1.png", np.full((21, 24), 3, np.uint8)),
@@ -127,7 +127,7 @@ def write_four_bits(path):
         (lambda f: (f.parent / "classes.txt").write_bytes(b"\xff\n"), "classes.txt is not text in"),
         (
             lambda f: store_upside_down(f / "1.jpg"),
-            r"train/1.jpg is stored turned \(Exif orientation 3\)",
+            r"train/1.jpg has an Exif rotation \(orientation 3\)",
         ),
         (lambda f: [file.unlink() for file in f.iterdir()], "train has no images"),
     ],
@@ -162,7 +162,7 @@ def test_bad_labels_can_be_skipped_like_bad_images(folder):
     next(stream)
     assert stream.skipped == {1}
     save(folder / "train" / "2.png", np.zeros((4, 5), np.uint8))
-    with pytest.raises(ValueError, match=r"1.png has 4x5 .* \(2 of 5 images have such\)"):
+    with pytest.raises(ValueError, match=r"1.png has 4x5 .* \(2 of 5 images are affected\)"):
         check_labels(images, "skip")
 
 
@@ -188,7 +188,7 @@ def test_ade20k_has_no_class_at_zero(tmp_path):
     images = load("ade20k", str(tmp_path), "test", (8, 8))
     assert images.class_names == [f"name {i}, other" for i in range(1, 151)]
     np.testing.assert_array_equal(images.original(0)[1], [[255, 0, 149], [1, 255, 2]])
-    assert images.source.classes_of(0) == [0, 1, 2, 149]
+    assert images.source.read_classes(0) == [0, 1, 2, 149]
     save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels + np.uint8(1))
     with pytest.raises(
         ValueError, match="value 151, which is none of its 150 classes: values are 1"

@@ -174,7 +174,7 @@ def test_missing_batches_are_reported_and_can_be_abandoned(capsys, monkeypatch):
         waited.append(seconds)
         raise Interrupted
 
-    monkeypatch.setattr(ahead, "_SAY_EVERY", 1)
+    monkeypatch.setattr(ahead, "_WARN_EVERY", 1)
     monkeypatch.setattr(ahead, "_PATIENCE", 0.05)
     stream = ahead.Ahead(batches(), "the images of here", waiting)
     next(stream)

@@ -61,11 +61,11 @@ def test_scene_sets_have_the_requested_size():
 @pytest.mark.usefixtures("few_scenes")
 def test_scenes_refuse_unsuitable_arguments():
     images = data.load("scenes", image_size=(16, 24))
-    with pytest.raises(ValueError, match=r"on_device=True goes with .*, not with resized_crop"):
+    with pytest.raises(ValueError, match=r"on_device=True supports .*, not resized_crop"):
         DeviceBatches(images, batch_size=2, seed=0, augment="resized_crop")
     with pytest.raises(ValueError, match="8x64 pixels have no room"):
         draw_scene("train", 0, (8, 64))
-    with pytest.raises(ValueError, match="'scenes' needs no path"):
+    with pytest.raises(ValueError, match="'scenes' takes no path"):
         data.load("scenes", "here")
 
 

@@ -391,7 +391,7 @@ def test_packed_images_are_resized_once(tmp_path, options, expected):
         np.testing.assert_array_equal(packed.read(k), picture)
         np.testing.assert_array_equal(sent.read(k), picture)
     if options == {"side": 0}:  # streams equal those of the files
-        sets = [either.streamed((12, 12)) for either in (source, packed)]
+        sets = [either.stream((12, 12)) for either in (source, packed)]
         assert_same(*(take(4, batches(x, batch_size=5, seed=0, augment=AUGMENT)) for x in sets))
 
 
@@ -422,7 +422,7 @@ def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch, capsys):
     )
     assert uninterrupted == resumed
     prepare(source, tmp_path / "packed", shard_images=2)
-    assert "is there already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert len(read_examples) == 8
 
 
@@ -479,7 +479,7 @@ def test_a_shard_truncated_during_reading_is_named(packed):
     os.truncate(packed / "images-00000.bin", first.nbytes)
     np.testing.assert_array_equal(opened.read(0), first)
     with pytest.raises(BadImages, match=r"image 1 of .*images-00000\.bin was shortened"):
-        opened.streamed((12, 12)).read(1)
+        opened.stream((12, 12)).read(1)
 
 
 @pytest.mark.parametrize("option", ["bad_images", "interpolation"])

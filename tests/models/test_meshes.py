@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import rope_jax
 from rope_jax.system import sharding
-from rope_jax.system.sharding import replicated, split_batch, state_shardings, with_shardings
+from rope_jax.system.sharding import replicate, split_batch, state_shardings, with_shardings
 from tests.devices import run_on_devices
 from tests.models import test_vit_adapter
 from tests.models.heads import test_dino, test_mask2former
@@ -58,7 +58,7 @@ def test_results_are_sharded_like_images_and_gradients_like_parameters(name, mon
     model = nnx.eval_shape(lambda: create(name))
     graph, params, *others = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     params = with_shardings(params, state_shardings(params, mesh))
-    others = [with_shardings(x, replicated(mesh)) for x in others]
+    others = [with_shardings(x, replicate(mesh)) for x in others]
     images = jax.ShapeDtypeStruct((4, *CASES[name][2], 3), np.float32, sharding=split_batch(mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     run = lambda *state: gradient(graph, *state)

@@ -16,7 +16,7 @@ from rope_jax.names.options import (
     convert,
     convert_options,
     describe,
-    options_of,
+    find_options,
 )
 from tests import postponed
 
@@ -56,9 +56,9 @@ def test_equivalent_annotations_are_described_alike(annotation, text):
 
 
 def test_annotations_stored_as_text_are_evaluated():
-    fields = options_of(postponed.PostponedOptions)
+    fields = find_options(postponed.PostponedOptions)
     assert describe(fields["scale"]) == describe(fields["old"]) == NUMBER
-    assert describe(options_of(postponed.measure)["table"]) == WORD
+    assert describe(find_options(postponed.measure)["table"]) == WORD
 
 
 INF = float("inf")
@@ -113,14 +113,14 @@ def crop(
 
 
 def test_options_are_keyword_only_parameters():
-    assert options_of(crop) == {"pad": int, "scale": float, "flip": bool, "fill": str}
+    assert find_options(crop) == {"pad": int, "scale": float, "flip": bool, "fill": str}
 
 
 def test_unannotated_options_have_the_type_of_their_default():
     def log_rope(stage, *, base=100.0, pairs=4, name=None, rngs):
         pass
 
-    options = options_of(log_rope)
+    options = find_options(log_rope)
     for text, bound in (
         ("rope_log(base=50.0)", {"base": 50.0}),
         ("rope_log(base=50,pairs=2.0)", {"base": 50.0, "pairs": 2}),
@@ -133,7 +133,7 @@ def test_unannotated_options_have_the_type_of_their_default():
 
 
 def test_bind_converts_whole_numbers():
-    bound = bind("crop(pad=2,scale=3,flip=True,fill=zero)", options_of(crop))
+    bound = bind("crop(pad=2,scale=3,flip=True,fill=zero)", find_options(crop))
     assert repr(bound) == repr({"pad": 2, "scale": 3.0, "flip": True, "fill": "zero"})
 
 
@@ -152,4 +152,4 @@ def test_bind_converts_whole_numbers():
 )
 def test_bind_refuses_other_options_and_types(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        bind(text, options_of(crop))
+        bind(text, find_options(crop))

@@ -127,7 +127,7 @@ def test_checkpoints_load_the_module_of_their_scheme(clean, tmp_path, monkeypatc
     (tmp_path / "mine.py").write_text(EXAMPLE.read_text().replace("rope_log", "rope_log_2"))
     monkeypatch.chdir(tmp_path)
     plugins.load(["mine"])
-    save_run(tmp_path / "run", 3, position="rope_log_2", plugins=plugins.loaded())
+    save_run(tmp_path / "run", 3, position="rope_log_2", plugins=plugins.list_loaded())
     options = {"depth": 1, "width": 16, "heads": 2}
     original = rope_jax.create_model("vit_digits", position="rope_log_2", **options)
     rope_jax.save_pretrained(original, tmp_path / "saved")
@@ -158,10 +158,10 @@ def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, m
     importlib.invalidate_caches()
     monkeypatch.setenv("ROPE_JAX_PLUGINS", "two, missing")
     assert rope_jax.list_positions("rope_[ot]*") == ["rope_one", "rope_two"]
-    assert plugins.loaded() == ("two", "one")
+    assert plugins.list_loaded() == ("two", "one")
     # Of an installed package a run needs what it uses; what the environment names, always.
-    assert plugins.needed("rope2d+ape") == ("two",)
-    assert plugins.needed("vit_digits lape(rope_one)+ape") == ("two", "one")
+    assert plugins.find_needed("rope2d+ape") == ("two",)
+    assert plugins.find_needed("vit_digits lape(rope_one)+ape") == ("two", "one")
     first, second = capsys.readouterr().err.splitlines()
     assert "WARNING: plug-in 'missing' (ROPE_JAX_PLUGINS) cannot be imported" in first
     assert "'nowhere.schemes' (entry point other of schemes) cannot" in second
@@ -190,7 +190,7 @@ def test_failed_imports_are_reported(clean, tmp_path, monkeypatch, name, text, m
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ValueError, match=message):
         plugins.load([name])
-    assert plugins.loaded() == ()
+    assert plugins.list_loaded() == ()
 
 
 def test_names_of_models_and_sources_are_unique(clean):
@@ -234,7 +234,7 @@ def test_reports_load_the_plug_ins_of_their_runs(clean, tmp_path, monkeypatch):
     row = {"dataset": "digits", "split": "test", "resolution": [8, 8], "count": 360}
     write_results(tmp_path, 1, [row | {"top1": 0.9, "top5": 1.0, "protocol": "as it is"}])
     (run,) = read_runs(tmp_path)
-    assert (run.config.model.position, plugins.loaded()) == ("rope2d", ("model_of_mine",))
+    assert (run.config.model.position, plugins.list_loaded()) == ("rope2d", ("model_of_mine",))
     pathlib.Path("config.json").write_text(to_json(dataclasses.replace(config, plugins=("none",))))
     with pytest.raises(ValueError, match=r"plug-in 'none' \(of the run .*PYTHONPATH"):
         read_runs(tmp_path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rope_jax.commands.positions import HEADER, main, markdown, parameters_of_scheme, rows
+from rope_jax.commands.positions import HEADER, count_parameters, main, markdown, rows
 from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import SCHEMES
 
@@ -35,7 +35,7 @@ def test_the_markdown_table():
     ],
 )
 def test_parameters_of_a_scheme_in_a_model(model, position, count):
-    assert parameters_of_scheme(model, position) == count
+    assert count_parameters(model, position) == count
 
 
 def test_the_command_prints_both_tables(capsys):

@@ -9,7 +9,7 @@ import pytest
 import rope_jax.runs.run
 from rope_jax.config import ConfigError
 from rope_jax.system import files
-from rope_jax.system.files import SaveFailed, locked, read_json, read_regular, set_aside, write_file
+from rope_jax.system.files import SaveFailed, lock, read_json, read_regular, set_aside, write_file
 from tests.training.recipe import largest_file, tiny
 
 
@@ -41,7 +41,7 @@ def test_runs_are_not_evaluated_while_they_train(tmp_path):
     """Both would write its results."""
     (tmp_path / "checkpoints").mkdir()
     in_use = rf"is in use by process {os.getpid()} on .*: wait for it.*\[--workdir\]"
-    with locked(tmp_path), pytest.raises(ConfigError, match=in_use):
+    with lock(tmp_path), pytest.raises(ConfigError, match=in_use):
         rope_jax.runs.run.evaluate_newest(tiny(), tmp_path)
 
 
@@ -94,14 +94,14 @@ def test_files_set_aside_replace_nothing(tmp_path):
 
 def test_locks_are_lost_with_their_workdir(tmp_path, monkeypatch):
     workdir = tmp_path / "run"
-    with locked(workdir) as first:
+    with lock(workdir) as first:
         assert first()
         with monkeypatch.context() as patch:
             patch.setattr(files.os.path, "samestat", make_failing(errno.EIO))
             assert first()  # it cannot be determined now
         workdir.rename(tmp_path / "elsewhere")
         assert not first()
-        with locked(workdir) as second:
+        with lock(workdir) as second:
             assert second()
             assert not first()
             shutil.rmtree(workdir)

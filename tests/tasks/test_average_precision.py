@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rope_jax.data import Truth
-from rope_jax.tasks.average_precision import NAMES, Found, average_precision
+from rope_jax.tasks.average_precision import NAMES, ImageDetections, average_precision
 
 
 def truth(*boxes, labels=None):
@@ -18,7 +18,7 @@ def truth(*boxes, labels=None):
 def detections(*boxes, scores):
     """Detections of class 0."""
     boxes = np.array(boxes, float).reshape(-1, 4)
-    return Found(boxes, np.array(scores, float), np.zeros(len(boxes), int))
+    return ImageDetections(boxes, np.array(scores, float), np.zeros(len(boxes), int))
 
 
 def test_the_mean_covers_recalls_thresholds_and_classes_with_objects():
@@ -57,7 +57,7 @@ def scene(rng, *, classes, crowds, steps):
         scores = np.round(scores * steps) / steps
     order = rng.permutation(len(kinds))
     order = order[(found_boxes[:, 2:] > found_boxes[:, :2]).all(1)[order]]
-    return Found(found_boxes[order], scores[order], kinds[order]), objects
+    return ImageDetections(found_boxes[order], scores[order], kinds[order]), objects
 
 
 # `NAMES` of another implementation, that of earlier versions.

@@ -69,7 +69,7 @@ def test_training_images_have_one_label(tmp_path):
     ):
         source = Files(tmp_path, names, np.array(labels), classes, name="mine", split="train")
         with refusal:
-            Classification().check(resolve({}), source.streamed((8, 8)))
+            Classification().check(resolve({}), source.stream((8, 8)))
 
 
 def test_padding_is_not_counted_and_any_label_is_right():

@@ -15,7 +15,7 @@ from tests.training.recipe import tiny
 def simulate_others(monkeypatch, *facts):
     """Simulates the first of several processes; the others have these facts."""
     texts = [json.dumps(x) for x in facts]
-    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [text, *texts])
+    monkeypatch.setattr(agreement, "gather_texts", lambda text: [text, *texts])
 
 
 def test_a_failure_in_one_process_ends_all(monkeypatch):
@@ -23,8 +23,8 @@ def test_a_failure_in_one_process_ends_all(monkeypatch):
     with pytest.raises(ConfigError, match="process 1 failed: no images"):
         agreement.require_equal({})
     sent = []
-    monkeypatch.setattr(agreement, "texts_of_all", sent.append)
-    with pytest.raises(ConfigError, match="no lock"), agreement.told_to_all():
+    monkeypatch.setattr(agreement, "gather_texts", sent.append)
+    with pytest.raises(ConfigError, match="no lock"), agreement.report_failure():
         raise ConfigError("no lock")
     assert sent == ['{"failure": "no lock"}']
 
@@ -32,7 +32,7 @@ def test_a_failure_in_one_process_ends_all(monkeypatch):
 def test_missing_weights_in_one_process_end_all(monkeypatch, tmp_path):
     setup, model = prepare(tiny(init_from=str(tmp_path)))
     sent = []
-    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text) or text])
+    monkeypatch.setattr(agreement, "gather_texts", lambda text: [sent.append(text) or text])
     with pytest.raises(ConfigError, match=r"without model\.safetensors"):
         start(setup, model)
     steps, failure = map(json.loads, sent)
@@ -45,10 +45,10 @@ def test_missing_weights_in_one_process_end_all(monkeypatch, tmp_path):
 
 
 def test_settings_data_and_software_are_compared():
-    facts = agreement.about(*prepare(tiny()))
+    facts = agreement.describe_run(*prepare(tiny()))
     assert {f"--config.{name}" for name in settings()} < facts.keys()
     assert facts["jax"] == jax.__version__
     assert facts["--config.seed"] == "0"
-    other = agreement.about(*prepare(tiny(model__options="depth=1,width=32,heads=2")))
+    other = agreement.describe_run(*prepare(tiny(model__options="depth=1,width=32,heads=2")))
     changed = {name for name in facts if facts[name] != other[name]}
     assert changed == {"--config.model.options", "the state"}

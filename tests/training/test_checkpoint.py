@@ -19,7 +19,7 @@ import optax
 import pytest
 
 from rope_jax.system.files import SaveFailed
-from rope_jax.system.sharding import make_mesh, replicated, with_shardings
+from rope_jax.system.sharding import make_mesh, replicate, with_shardings
 from rope_jax.training import checkpoint, integrity
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.integrity import Damaged
@@ -38,7 +38,7 @@ def state(scale=1.0):
 
 
 def shapes(tree):
-    return with_shardings(tree, replicated(make_mesh()))
+    return with_shardings(tree, replicate(make_mesh()))
 
 
 def load(checkpoints, step):

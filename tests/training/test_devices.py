@@ -44,8 +44,8 @@ def test_parts_of_processes_make_up_the_batch(monkeypatch):
     batch = {"image": np.arange(24).reshape(12, 2), "label": np.arange(12)}
     parts = []
     for part in range(3):
-        monkeypatch.setattr(sharding, "share", lambda part=part: (part, 3))
-        parts.append(sharding.share_of(batch))
+        monkeypatch.setattr(sharding, "process_shard", lambda part=part: (part, 3))
+        parts.append(sharding.take_shard(batch))
     for name, array in batch.items():
         assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
 

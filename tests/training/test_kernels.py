@@ -106,8 +106,8 @@ def test_all_processes_trace_but_only_the_first_measures(
     """A batch on all devices requires all processes."""
     tuned, traced = prefer(monkeypatch, "triton"), []
     sent = iter(["", Choices("cpu", "of the first").to_json()])
-    monkeypatch.setattr(kernels, "calls_of_step", lambda *_: traced.append("step") or [])
-    monkeypatch.setattr(kernels, "decided_by_first", lambda choose: next(sent))
+    monkeypatch.setattr(kernels, "trace_step", lambda *_: traced.append("step") or [])
+    monkeypatch.setattr(kernels, "decide_by_first", lambda choose: next(sent))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert choose(initial_run, tmp_path).jax == "of the first"
     assert (traced, tuned) == (["step"], [])
@@ -118,7 +118,7 @@ def test_evaluations_use_the_choices_of_the_run(tmp_path):
     """They read nothing from the cache folder if the run has no choices."""
     run_kernels = lambda **settings: kernels.kernels_of_run(resolve(settings), tmp_path)
     assert (run_kernels().calls, run_kernels().everywhere) == ({}, None)
-    path = kernels.file_of(tmp_path)
+    path = kernels.choices_file(tmp_path)
     Choices("cpu", calls={"a call": {}}).save(path)
     before = path.stat().st_mtime_ns
     assert run_kernels().calls == {"a call": {}}
@@ -129,7 +129,7 @@ def test_evaluations_use_the_choices_of_the_run(tmp_path):
 
 
 def test_a_damaged_file_stops_the_run(initial_run, tmp_path):
-    (kernels.file_of(tmp_path)).write_text('{"format": 1')
+    (kernels.choices_file(tmp_path)).write_text('{"format": 1')
     with pytest.raises(ConfigError, match=r"kernels_cpu\.json .* delete it to measure"):
         choose(initial_run, tmp_path)
 
@@ -157,7 +157,7 @@ def test_unusable_choices_are_measured_again(
     choices = choose(initial_run, tmp_path)
     assert (len(tuned), choices.misfit()) == (1, None)
     assert reason in capsys.readouterr().err
-    assert Choices.load(kernels.file_of(tmp_path)).calls == choices.calls
+    assert Choices.load(kernels.choices_file(tmp_path)).calls == choices.calls
     assert {path.name for path in tmp_path.iterdir()} == {name, "kernels_cpu.json"}
 
 

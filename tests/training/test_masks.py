@@ -63,7 +63,7 @@ def test_unpaired_files_and_other_classes_are_named(folder):
     Image.fromarray(np.full((72, 96), 7, np.uint8)).save(folder / "test" / "2.png")
     assert_refused(r"test/2.png has the value 7, .* \[--config.data.path\]", data__path=str(folder))
     (folder / "train" / "0.png").unlink()
-    assert_refused(r"0.png are no pair: .* \[--config.data\]", data__path=str(folder))
+    assert_refused(r"0.png do not match: .* \[--config.data\]", data__path=str(folder))
 
 
 @pytest.mark.slow

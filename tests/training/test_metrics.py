@@ -67,11 +67,11 @@ def test_speed_and_remaining_time(monkeypatch):
     now = iter([10.0, 12.0, 14.0, 14.5, 18.0])
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
     progress = Speedometer(total_steps=21, batch_size=8)
-    progress.waited(5.0)
+    progress.add_wait(5.0)
     assert progress.at(1) == {}  # the first step pays for compilation
     full_speed = {"images_per_second": 16.0, "eta_seconds": 8.0}
     assert progress.at(5) == full_speed | {"step_seconds": 0.5, "data_wait": 0.0, "of_best": 1.0}
-    progress.waited(0.5)
+    progress.add_wait(0.5)
     assert progress.at(9)["data_wait"] == 0.25
     assert "of_best" not in progress.at(10)  # half a second is too short for a comparison
     slow = {"images_per_second": 10.0, "eta_seconds": 8.0, "step_seconds": 2.0}

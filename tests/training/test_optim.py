@@ -241,7 +241,7 @@ def test_exemptions_from_decay(model, exempt, decayed, not_decayed):
 
 
 def test_lamb_scales_layers_of_decayed_bias_tables():
-    layered = optim.stacked(parameters("deit_ti16", position="rpb(decay=True)", depth=2))
+    layered = optim.layer_stacks(parameters("deit_ti16", position="rpb(decay=True)", depth=2))
     assert layered["position"]["offsets"]
     assert not layered["class_token"]
 

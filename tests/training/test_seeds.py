@@ -14,7 +14,7 @@ from rope_jax.evaluate import read_results, results_table
 from rope_jax.system.sharding import put_batch
 from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import NonFinite
-from rope_jax.training.metrics import metrics_of, progress_line, read_events, read_metrics
+from rope_jax.training.metrics import progress_line, read_events, read_metrics, seed_metrics
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
@@ -181,7 +181,7 @@ def test_the_progress_line_shows_mean_and_spread():
         "loss_seed4": 1.0, "loss_seed5": 2.0, "accuracy_seed4": 0.25, "accuracy_seed5": 0.75,
     }  # fmt: skip
     assert "loss 1.5000 +- 0.7071  accuracy 0.500" in progress_line(1, 10, summary)
-    assert metrics_of(summary, 5) == {"loss": 2.0, "accuracy": 0.75, "learning_rate": 0.1}
+    assert seed_metrics(summary, 5) == {"loss": 2.0, "accuracy": 0.75, "learning_rate": 0.1}
 
 
 @pytest.mark.slow

@@ -86,8 +86,8 @@ def test_signals_end_a_run_without_state_immediately():
 def test_a_profile_is_requested_once():
     with stop_signals() as stopping:
         signal.raise_signal(signal.SIGUSR2)
-        assert stopping.profile_wanted()
-        assert not stopping.profile_wanted()
+        assert stopping.take_profile_request()
+        assert not stopping.take_profile_request()
         stopping()
 
 

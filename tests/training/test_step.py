@@ -166,7 +166,7 @@ def test_indivisible_batches_are_refused():
         ),
         (
             {"data__on_device": True, "data__augment": "centre+flip"},
-            "on_device=True goes with resized_crop, crop, flip and what the step does, not with c",
+            "on_device=True supports resized_crop, crop, flip and augmentations of the step, not c",
         ),
         (
             {"data__on_device": True, "data__augment": "resized_crop(interpolation=lanczos)"},

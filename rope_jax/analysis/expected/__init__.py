@@ -53,20 +53,20 @@ def _read(name: str) -> tuple[Entry, ...]:
 def find(*, model: str, position: str, dataset: str, resolution: list[int]) -> list[Entry]:
     """Accuracies of a model with a scheme.
 
-    The order of a scheme's options does not matter, and neither do those that tables of results do
-    not name: weight decay, initial values and resampling.
+    The order of a scheme's options does not matter. Options that tables of results do not name are
+    ignored: weight decay, initial values and resampling.
 
-    >>> asked = {"model": "vit_s16", "position": "rope2d(k_rope=4)", "resolution": [512, 512]}
-    >>> [entry["top1"] for entry in find(**asked, dataset="imagenet")]
+    >>> query = {"model": "vit_s16", "position": "rope2d(k_rope=4)", "resolution": [512, 512]}
+    >>> [entry["top1"] for entry in find(**query, dataset="imagenet")]
     [63.8]
     """
-    wanted = {"model": model, "dataset": dataset, "resolution": list(resolution)}
+    query = {"model": model, "dataset": dataset, "resolution": list(resolution)}
     return [
         entry
         for entry in entries()
         if "top1" in entry
         and "variant" not in entry
-        and wanted.items() <= entry.items()
+        and query.items() <= entry.items()
         and _canonical(entry["position"]) == _canonical(position)
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_jax.data.images import crops, device, device_colours, device_crops, fits, joint
 from rope_jax.names.notation import Call, parse
-from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.options import convert_options, find_options
 from rope_jax.names.registry import Registry
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
@@ -28,15 +28,15 @@ class Entry:
         stage: when it runs.
         function: with the signature of its stage; keyword-only arguments are its options.
         on_device: the equivalent within the step, for data sets on the device.
-        moves: whether it moves pixels of images that keep their size, and nothing else: a map of
-            labels is then moved as an image is.
-        joint: of a crop, what the labels are of that it changes together with images, "pixels" or
-            "boxes"; the result may then be smaller than the size. None for a crop of images alone.
-        random: of a joint crop, whether it draws numbers, and so is for training.
-        boxes: of an augmentation that keeps the size, the same change of boxes:
+        moves: True if it only moves pixels and keeps the size of images, so that a map of labels
+            can be moved like an image.
+        joint: labels that a crop changes together with images, "pixels" or "boxes"; the result may
+            then be smaller than the size. None for a crop of images alone.
+        random: False for a joint crop without random numbers, which is not only for training.
+        boxes: for an augmentation that keeps the size, the corresponding change of boxes:
             (boxes, width, draws) -> boxes.
-        colours: of an augmentation in the step, whether it changes colours only, so that labels of
-            pixels stay right.
+        colours: True for an augmentation in the step that changes colours only, so that labels of
+            pixels stay valid.
     """
 
     stage: int
@@ -90,13 +90,13 @@ class Augmentation:
         default = inspect.signature(self.entry.function).parameters[name].default
         return dict(self.options).get(name, default)
 
-    def moved_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
-        """The labels of pixels that `function` moves, [..., H, W]: they move as grey images do."""
+    def move_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
+        """Moves labels of pixels [..., H, W] by `function`, in the same way as grey images."""
         grey = labels[..., None].repeat(3, axis=-1)
         return function(grey, draws)[..., 0]
 
-    def moved_boxes(self, boxes: Any, width: int, draws: Any) -> Any:
-        """The boxes of images of some width, [B, n, 4], when the images are changed."""
+    def move_boxes(self, boxes: Any, width: int, draws: Any) -> Any:
+        """Moves the boxes [B, n, 4] of images of this width together with the images."""
         return self.entry.boxes(boxes, width, draws, **dict(self.options))
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Augmentation:
 
 @dataclasses.dataclass(frozen=True)
 class AugmentSplit:
-    """`data.augment` by where it runs.
+    """Parts of `data.augment` by where they run.
 
     Attributes:
         loader: the part for `rope_jax.data.batches`, as text.
@@ -131,13 +131,19 @@ def split_augment(text: str) -> AugmentSplit:
             parentheses; or "none".
 
     Raises:
-        ValueError: text of another form, unknown names or options, values of another type or out
-            of range, another order.
+        ValueError: text of another form, unknown names or options, values of a wrong type or out of
+            range, a wrong order.
     """
-    found = parse_augment(text)
-    pixels = tuple(one for one in found if one.entry.stage == STEP)
-    erasing = tuple(one for one in found if one.entry.stage == ERASING)
-    return AugmentSplit("+".join(map(str, found[: _in_step(found)])) or "none", pixels, erasing)
+    augmentations = parse_augment(text)
+    pixels = tuple(
+        augmentation for augmentation in augmentations if augmentation.entry.stage == STEP
+    )
+    erasing = tuple(
+        augmentation for augmentation in augmentations if augmentation.entry.stage == ERASING
+    )
+    return AugmentSplit(
+        "+".join(map(str, augmentations[: _step_start(augmentations)])) or "none", pixels, erasing
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -147,53 +153,53 @@ def parse_loader(text: str) -> tuple[Augmentation, ...]:
     Raises:
         ValueError: as `split_augment`, and for augmentations of the training step.
     """
-    found = parse_augment(text)
-    if others := found[_in_step(found) :]:
+    augmentations = parse_augment(text)
+    if others := augmentations[_step_start(augmentations) :]:
         raise ValueError(
             f"augmentation {text!r}: {others[0].name} runs in the training step, "
             "not in the loader: leave it out here"
         )
-    return found
+    return augmentations
 
 
 def parse_crop(text: str) -> Augmentation:
-    """Reads one crop, as "centre(crop=0.875)".
+    """Reads one crop, such as "centre(crop=0.875)".
 
     Raises:
-        ValueError: as `split_augment`, and for augmentations that are no crops.
+        ValueError: as `split_augment`, and for augmentations that are not crops.
     """
-    found = parse_augment(text)
-    if len(found) != 1 or found[0].entry.stage != CROP:
-        known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.stage == CROP)
+    augmentations = parse_augment(text)
+    if len(augmentations) != 1 or augmentations[0].entry.stage != CROP:
+        choices = ", ".join(name for name, entry in AUGMENTATIONS.items() if entry.stage == CROP)
         raise ValueError(
-            f"{text!r} is not a crop; crops are {known}, with options as in centre(crop=0.875)"
+            f"{text!r} is not a crop; crops are {choices}, with options as in centre(crop=0.875)"
         )
-    return found[0]
+    return augmentations[0]
 
 
 def parse_augment(text: str) -> tuple[Augmentation, ...]:
-    """Reads augmentations of all stages; options that contradict each other show when used."""
+    """Reads augmentations of all stages; contradictory options raise an error only when used."""
     calls = parse(text, "augmentation")
     if [call.name for call in calls] == ["none"]:
         return ()
-    found = tuple(_bound(call, text) for call in calls)
-    stages = [one.entry.stage for one in found]
+    augmentations = tuple(_bind(call, text) for call in calls)
+    stages = [augmentation.entry.stage for augmentation in augmentations]
     if stages != sorted(stages) or stages.count(CROP) > 1:
         raise ValueError(
             f"augmentation {text!r} is in another order than that of its stages: one crop that "
             "brings pictures to one size, what else the loader does, what the step does, and erase"
         )
-    return found
+    return augmentations
 
 
-def _in_step(augmentations: tuple[Augmentation, ...]) -> int:
+def _step_start(augmentations: tuple[Augmentation, ...]) -> int:
     """The number of augmentations before those of the training step."""
-    return sum(one.entry.stage < STEP for one in augmentations)
+    return sum(augmentation.entry.stage < STEP for augmentation in augmentations)
 
 
-def _bound(call: Call, text: str) -> Augmentation:
+def _bind(call: Call, text: str) -> Augmentation:
     function = AUGMENTATIONS[call.name].function
     if call.inner:
         raise ValueError(f"augmentation {text!r}: {call.name} takes options, as in crop(pad=4)")
-    options = convert_options(call.name, dict(call.options), options_of(function))
+    options = convert_options(call.name, dict(call.options), find_options(function))
     return Augmentation(call.name, tuple(sorted(options.items())))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8, UInt64
 from PIL import Image
 
-from rope_jax.data.draws import scaled, uniform
+from rope_jax.data.draws import scale_draws, uniform
 from rope_jax.data.images.decode import EncodedImage
 from rope_jax.names.options import Count, Positive, Probability, Share
 from rope_jax.names.text import image_pair
@@ -26,23 +26,23 @@ INTERPOLATIONS = {
 Interpolation = Literal[*INTERPOLATIONS]
 _RANDOM_INTERPOLATIONS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
 _TRIES = 10
-# A box that shrinks is first reduced in the JPEG transform, as far as it stays so many times larger
-# than the result. At 2 the images are close to those without (Pillow's docs on `reducing_gap`).
+# A shrinking box is first reduced in the JPEG transform, while it stays this many times larger than
+# the result. At 2 the images are close to those without (Pillow's docs on `reducing_gap`).
 _GAP = 2
-_WHOLE = 2**24  # pixels; with more, a picture is not resized as a whole
+_WHOLE = 2**24  # pixels; a larger picture is not resized as a whole
 
 
 class Box(NamedTuple):
-    """A box of a picture and the method of its resizing.
+    """A box of a picture, and the method of resizing it.
 
     Attributes:
         edges: left, top, right, bottom in pixels.
         interpolation: with antialiasing for downsampling.
-        alone: whether the box is cut out before it is resized, so that pixels outside it have no
+        alone: True to cut out the box before it is resized, so that pixels outside it have no
             influence; the edges are then whole numbers.
-        reducible: whether the picture may be decoded at a fraction of its size.
+        reducible: True if the picture may be decoded at a fraction of its size.
         resized: (width, height) to which the whole picture is resized first. The edges are then
-            whole numbers, of pixels of the resized picture; they are not resized again.
+            whole numbers, in pixels of the resized picture; the box is not resized again.
     """
 
     edges: tuple[float, float, float, float]
@@ -77,8 +77,8 @@ def resized_crop(
         height: of the picture, in pixels.
         size: (h, w) of the result.
         draw: 64 random bits.
-        scale_min: smallest share of the area, above 0.
-        scale_max: largest share of the area, at most 1.
+        scale_min: smallest fraction of the area, above 0.
+        scale_max: largest fraction of the area, at most 1.
         ratio_min: smallest ratio of width to height.
         ratio_max: largest ratio of width to height.
         interpolation: a name of `INTERPOLATIONS`, or "random": bilinear or bicubic, equally often.
@@ -128,9 +128,9 @@ def centre(
         height: of the picture, in pixels.
         size: (h, w) of the result.
         draw: not used.
-        crop: share of the resized short side that is kept: for a square of r pixels the short side
-            becomes r / crop, rounded down (256 for 224 at 0.875), and the long one follows, rounded
-            down. Odd margins are halved to the even number.
+        crop: fraction of the resized short side that is kept: for a square of r pixels the short
+            side becomes r / crop, rounded down (256 for 224 at 0.875), and the long one follows,
+            rounded down. Half of an odd margin is rounded to the even number.
         interpolation: a name of `INTERPOLATIONS`.
     """
     rows, columns = (math.floor(side / crop) for side in size)
@@ -187,7 +187,7 @@ def crop_pixels(
         left, top, right, bottom = box.edges
         image = image[top:bottom, left:right]
         box = box._replace(edges=(0, 0, right - left, bottom - top))
-    return _resized(Image.fromarray(np.ascontiguousarray(image)), box, size)
+    return _resize_box(Image.fromarray(np.ascontiguousarray(image)), box, size)
 
 
 def crop_file(
@@ -205,12 +205,12 @@ def crop_file(
         shrinks = min((right - left) / size[1], (bottom - top) / size[0]) / _GAP
         reduce = next(factor for factor in (8, 4, 2, 1) if factor == 1 or shrinks >= factor)
     picture = data.picture(reduce=reduce)
-    if picture.size != data.size:  # the edges are no longer whole; pixels beside them count a bit
+    if picture.size != data.size:  # edges are no longer whole; pixels next to them have influence
         right, bottom = min(right / reduce, picture.width), min(bottom / reduce, picture.height)
         box = box._replace(edges=(left / reduce, top / reduce, right, bottom), alone=False)
     if box.alone:
         picture, box = picture.crop(box.edges), box._replace(edges=None)
-    return _resized(picture, box, size)
+    return _resize_box(picture, box, size)
 
 
 def resize(
@@ -237,7 +237,7 @@ def resize(
     return np.stack([crop_pixels(image, stretch, size) for image in images])
 
 
-def _resized(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarray:
+def _resize_box(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarray:
     if box.resized is not None:
         return np.asarray(picture.resize(box.resized, box.interpolation).crop(box.edges))
     return np.asarray(picture.resize(size[::-1], box.interpolation, box=box.edges))
@@ -246,8 +246,8 @@ def _resized(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarra
 def check_order(name: str, **options: int | float) -> None:
     """Raises ValueError unless the options of an augmentation ascend."""
     if [*options.values()] != sorted(options.values()):
-        given = ",".join(f"{option}={value}" for option, value in options.items())
-        raise ValueError(f"{name}({given}) is impossible: {' <= '.join(options)}")
+        values = ",".join(f"{option}={value}" for option, value in options.items())
+        raise ValueError(f"{name}({values}) is impossible: {' <= '.join(options)}")
 
 
 def pad_and_crop(
@@ -270,11 +270,11 @@ def pad_and_crop(
     if pad >= min(height, width):
         raise ValueError(
             f"crop(pad={pad}) does not suit images of {height} x {width} pixels: "
-            "pad is below both sides"
+            "pad must be below both sides"
         )
     places = 2 * pad + 1
-    down = (scaled(draws >> np.uint64(32), places) - pad).tolist()
-    right = (scaled(draws & np.uint64(0xFFFFFFFF), places) - pad).tolist()
+    down = (scale_draws(draws >> np.uint64(32), places) - pad).tolist()
+    right = (scale_draws(draws & np.uint64(0xFFFFFFFF), places) - pad).tolist()
     out = np.zeros_like(images)
     for image, source, y, x in zip(out, images, down, right, strict=True):
         inside = source[max(y, 0) : height + min(y, 0), max(x, 0) : width + min(x, 0)]
@@ -295,12 +295,12 @@ def flip(
     Returns:
         uint8 [B, H, W, 3].
     """
-    chosen, out = mirrored(draws, p), images.copy()
+    mirrored, out = mirror_mask(draws, p), images.copy()
     pixels = out.view("V3")  # three bytes are moved at a time
-    pixels[chosen] = pixels[chosen, :, ::-1]
+    pixels[mirrored] = pixels[mirrored, :, ::-1]
     return out
 
 
-def mirrored(draws: UInt64[np.ndarray, " B"], p: float) -> Bool[np.ndarray, " B"]:
-    """Which images `flip` mirrors. Arguments as there."""
+def mirror_mask(draws: UInt64[np.ndarray, " B"], p: float) -> Bool[np.ndarray, " B"]:
+    """Mask of the images that `flip` mirrors, for the same arguments."""
     return (draws >> np.uint64(11)) * 2.0**-53 < p

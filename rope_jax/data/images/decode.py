@@ -1,10 +1,10 @@
 """Decoding of untrusted image files to RGB pixels.
 
-Attacks on decoders are in the metadata (compressed text, text under names that Pillow's decoder
-takes for settings of its own, directories whose entries all point at the same megabytes). JPEG, PNG
-and TIFF files are therefore reduced to the parts that encode pixels before Pillow reads them; the
+Attacks on decoders use the metadata (compressed text, text under names that Pillow's decoder takes
+for its own settings, directories whose entries all point at the same megabytes). JPEG, PNG and TIFF
+files are therefore reduced to the parts that encode pixels before Pillow reads them; the
 orientation is read here. No global state is used: decoding is safe in threads and under any setting
-of Pillow (of TIFF files, its own limit of pixels holds, too).
+of Pillow (for TIFF files, Pillow's own limit of pixels also applies).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ MAX_PIXELS = 64_000_000
 # Half for decoders that hold several copies of the whole image: libwebp (canvas, previous frame,
 # frame), libtiff (a strip or tile, of 16 bits) and libjpeg with CMYK in several scans.
 MAX_PIXELS_COSTLY = 32_000_000
-# Of a file, before it is read: two bytes a pixel, which no photograph of that size needs.
+# Of a file, before it is read: two bytes per pixel, which no photograph of that size needs.
 MAX_BYTES = 2 * MAX_PIXELS
 # JPEG's own limit; Pillow keeps pointers per row: 64 million rows would cost a gigabyte.
 MAX_SIDE = 65_535
@@ -105,7 +105,7 @@ class EncodedImage:
 
     Attributes:
         size: (width, height) in pixels, after orientation.
-        orientation: as Exif numbers them, 1 to 8; 1 for upright images.
+        orientation: Exif's number, 1 to 8; 1 for images without a rotation.
     """
 
     def __init__(self, data: bytes):
@@ -129,12 +129,12 @@ class EncodedImage:
 
         Args:
             reduce: 1, 2, 4 or 8. JPEG files are decoded to that fraction of their sides, rounded
-                up, in the transform that the file is stored in; other files, and pictures with
-                another orientation, keep their size.
+                up, in the transform that the file is stored in; other files, and pictures with a
+                rotation, keep their size.
         """
         with self._blame():
             image = self._image
-            del self._image  # so that only the newest copy is left
+            del self._image  # only the newest copy is kept
             if reduce > 1 and self.orientation == 1:
                 image.draft(None, (image.width // reduce, image.height // reduce))
             image.load()
@@ -207,26 +207,26 @@ def _reduce_jpeg(data: bytes) -> tuple[bytes, bytes, int]:
     The decoder detects damage.
     """
     kept, exif, scans, at = [data[:2]], b"", 0, 2
-    while (found := _SEGMENT.search(data, at)) is not None:
-        kind, body = data[found.end() - 1], found.end() + 2
-        at = max(body, found.end() + int.from_bytes(data[found.end() : body]))
+    while (segment := _SEGMENT.search(data, at)) is not None:
+        kind, body = data[segment.end() - 1], segment.end() + 2
+        at = max(body, segment.end() + int.from_bytes(data[segment.end() : body]))
         if kind == 0xD9:  # end of image; a second picture or a film may follow
             break
         if kind == 0xDA:  # start of scan
             scans += 1
             if scans == 1:
-                kept.append(data[found.start() :])
+                kept.append(data[segment.start() :])
             if scans > MAX_SCANS:
                 raise ValueError(f"it has more than {MAX_SCANS} scans")
         elif kind == 0xE1 and not exif and data[body : body + 6] == b"Exif\0\0":
             exif = data[body:at]
         elif scans == 0 and kind not in _METADATA_SEGMENTS:
-            kept.append(data[found.start() : at])
+            kept.append(data[segment.start() : at])
     return b"".join(kept), exif, scans
 
 
 def _open_tiff(data: bytes) -> TiffImageFile:
-    """The first page of a file, of which only the tags of pixels are left."""
+    """Opens the first page of a file, reduced to the tags of pixels."""
     order, entries = _directory(data)
     kept = [
         entry
@@ -234,10 +234,10 @@ def _open_tiff(data: bytes) -> TiffImageFile:
         if tag in _PIXEL_TAGS and int.from_bytes(entry[4:8], order) <= _MAX_VALUES
     ]
     directory = b"".join([len(kept).to_bytes(2, order), *kept, bytes(4)])
-    # In the place of a longer one, but not in that of the header, which must lead to this one.
+    # Replaces a longer directory, but not the header, which must point to this one.
     start = max(8, int.from_bytes(data[4:8], order))
-    header, rest = data[:4] + start.to_bytes(4, order), data[start + len(directory) :]
-    image = TiffImageFile(io.BytesIO(b"".join([header, data[8:start], directory, rest])))
+    header, tail = data[:4] + start.to_bytes(4, order), data[start + len(directory) :]
+    image = TiffImageFile(io.BytesIO(b"".join([header, data[8:start], directory, tail])))
     tags = image.tag_v2
     if image.mode in ("I", "F") or 12 in tags.get(258, ()):
         raise ValueError("its values are of 12 or 32 bits, or signed: store 8 or 16 bits")
@@ -249,27 +249,27 @@ def _open_tiff(data: bytes) -> TiffImageFile:
 def _directory(tiff: bytes) -> tuple[str, dict[int, bytes]]:
     """Byte order, and the entries by tag, of the first directory of a TIFF file or Exif block.
 
-    An entry has 12 bytes: tag, type, number of values, and these or where they are. Of damaged
-    files there are none, or some are shorter.
+    An entry has 12 bytes: tag, type, number of values, and the values or their position. A damaged
+    file has none, or shorter ones.
     """
     order = "little" if tiff[:2] == b"II" else "big"
     if tiff[:2] not in (b"II", b"MM"):
         return order, {}
     first = int.from_bytes(tiff[4:8], order) + 2
     end = first + 12 * int.from_bytes(tiff[first - 2 : first], order)
-    found = [tiff[at : at + 12] for at in range(first, end, 12)]
-    return order, {int.from_bytes(entry[:2], order): entry for entry in reversed(found)}
+    blocks = [tiff[at : at + 12] for at in range(first, end, 12)]
+    return order, {int.from_bytes(entry[:2], order): entry for entry in reversed(blocks)}
 
 
 def _orientation(exif: bytes, xmp: bytes = b"") -> int:
-    """Orientation 1 to 8 of an Exif block, or else of XMP; 1 if there is none or it is damaged."""
+    """Orientation 1 to 8 of an Exif block, otherwise of XMP; 1 if it is missing or damaged."""
     order, entries = _directory(exif.removeprefix(b"Exif\0\0"))
     if entry := entries.get(0x0112):
         end = 12 if int.from_bytes(entry[2:4], order) == 4 else 10
         value = int.from_bytes(entry[8:end], order)
     else:
-        found = re.search(rb'tiff:Orientation(?:="|>)(\d)', xmp)
-        value = int(found[1]) if found else 1
+        match = re.search(rb'tiff:Orientation(?:="|>)(\d)', xmp)
+        value = int(match[1]) if match else 1
     return value if 1 <= value <= 8 else 1
 
 

@@ -76,14 +76,14 @@ def rand_augment(
         m: magnitude, 0 to 10.
         mstd: standard deviation of the magnitude, which is then clipped to 0 to 10.
         p: probability that a drawn operation is applied.
-        inc: whether posterize, solarize and the enhancements grow with the magnitude.
+        inc: True if posterize, solarize and the enhancements grow with the magnitude.
         interpolation: of the warps: "bilinear", "bicubic", or "random" for either at random.
     """
 
     def layer(image: Image, key: Key[Array, ""]) -> tuple[Image, None]:
-        which, wanted, size, sign, kernel = jax.random.split(key, 5)
-        drawn = jax.random.randint(which, (), 0, len(OPERATIONS))
-        operation = jnp.where(jax.random.bernoulli(wanted, p), drawn, -1)
+        choice, chance, size, sign, kernel = jax.random.split(key, 5)
+        drawn = jax.random.randint(choice, (), 0, len(OPERATIONS))
+        operation = jnp.where(jax.random.bernoulli(chance, p), drawn, -1)
         level = jnp.clip(m + mstd * jax.random.normal(size), 0, 10) / 10
         signed = jnp.where(jax.random.bernoulli(sign), level, -level)
         cubic = jnp.asarray(interpolation == "bicubic")
@@ -114,50 +114,53 @@ def operate(
         level: 0 to 1, magnitude / 10.
         signed: the level or its negative, for operations with a sign.
         fill: see `rand_augment`.
-        cubic: whether warps interpolate bicubically.
+        cubic: True if warps interpolate bicubically.
         inc: see `rand_augment`.
     """
 
-    def chosen(*names: str) -> Bool[Array, ""]:
+    def is_any(*names: str) -> Bool[Array, ""]:
         return jnp.isin(operation, jnp.array([OPERATIONS.index(name) for name in names]))
 
-    def whole(scale: int) -> Int[Array, ""]:
+    def scale_level(scale: int) -> Int[Array, ""]:
         return jnp.floor(level * scale).astype(jnp.int32)
 
     height, width, _ = image.shape
     # The warp, as Pillow's AFFINE: the position in the input of each position in the output.
-    angle = jnp.where(chosen("rotate"), -jnp.radians(30 * signed), 0.0)
+    angle = jnp.where(is_any("rotate"), -jnp.radians(30 * signed), 0.0)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     right = (1 - cos) * width / 2 - sin * height / 2
-    right = jnp.where(chosen("translate_x"), 0.45 * width * signed, right)
+    right = jnp.where(is_any("translate_x"), 0.45 * width * signed, right)
     down = (1 - cos) * height / 2 + sin * width / 2
-    down = jnp.where(chosen("translate_y"), 0.45 * height * signed, down)
-    shear_x = jnp.where(chosen("shear_x"), 0.3 * signed, sin)
-    shear_y = jnp.where(chosen("shear_y"), 0.3 * signed, -sin)
+    down = jnp.where(is_any("translate_y"), 0.45 * height * signed, down)
+    shear_x = jnp.where(is_any("shear_x"), 0.3 * signed, sin)
+    shear_y = jnp.where(is_any("shear_y"), 0.3 * signed, -sin)
     matrix = (cos, shear_x, right, shear_y, cos, down)
     pixels = warp(image.astype(jnp.int32), matrix, fill, cubic)
     # The table.
     values = jnp.arange(256)[:, None]
-    bits = 4 - whole(4) if inc else whole(4)
-    threshold = 256 - whole(256) if inc else whole(256)
+    bits = 4 - scale_level(4) if inc else scale_level(4)
+    threshold = 256 - scale_level(256) if inc else scale_level(256)
     counts = histogram(image)
     table = jnp.broadcast_to(values, (256, 3))
     for name, entries in (
-        ("auto_contrast", _stretched(counts)),
-        ("equalize", _equalized(counts)),
+        ("auto_contrast", _stretch_table(counts)),
+        ("equalize", _equalize_table(counts)),
         ("invert", 255 - values),
         ("posterize", values & ~((1 << (8 - bits)) - 1)),
         ("solarize", jnp.where(values < threshold, values, 255 - values)),
-        ("solarize_add", jnp.where(values < 128, jnp.minimum(values + whole(110), 255), values)),
+        (
+            "solarize_add",
+            jnp.where(values < 128, jnp.minimum(values + scale_level(110), 255), values),
+        ),
     ):
-        table = jnp.where(chosen(name), entries, table)
+        table = jnp.where(is_any(name), entries, table)
     pixels = look_up(table, pixels)
     # The blend, as Pillow's ImageEnhance.
-    enhancing = chosen("color", "contrast", "brightness", "sharpness")
+    enhancing = is_any("color", "contrast", "brightness", "sharpness")
     factor = jnp.maximum(1 + 0.9 * signed, 0.1) if inc else 1.8 * level + 0.1
     factor = jnp.where(enhancing, factor, 1.0)
-    other = _without(image, chosen("color"), chosen("contrast"))
-    return blend(jnp.where(chosen("sharpness"), smooth(image), other), pixels, factor)
+    other = _degenerate(image, is_any("color"), is_any("contrast"))
+    return blend(jnp.where(is_any("sharpness"), smooth(image), other), pixels, factor)
 
 
 def warp(pixels: Pixels, matrix: Sequence[Any], fill: Fill, cubic: Bool[Array, ""]) -> Pixels:
@@ -168,7 +171,7 @@ def warp(pixels: Pixels, matrix: Sequence[Any], fill: Fill, cubic: Bool[Array, "
         matrix: (a, b, c, d, e, f): the output at (x, y) is the input at (ax + by + c,
             dx + ey + f); the first pixel's centre is (0.5, 0.5).
         fill: colour outside of the input.
-        cubic: whether the kernel is bicubic.
+        cubic: True for a bicubic kernel.
     """
     height, width, _ = pixels.shape
     a, b, c, d, e, f = matrix
@@ -180,7 +183,7 @@ def warp(pixels: Pixels, matrix: Sequence[Any], fill: Fill, cubic: Bool[Array, "
     rows = [jnp.clip(top.astype(jnp.int32) + i, 0, height - 1) for i in (-1, 0, 1, 2)]
     flat = pixels.reshape(-1, 3).astype(jnp.float32)
 
-    def between(values: list[Array], place: Array) -> Array:
+    def interpolate(values: list[Array], place: Array) -> Array:
         """Interpolates between the second and the third of four values in a row."""
         before, first, second, behind = values
         step = second - first
@@ -189,21 +192,23 @@ def warp(pixels: Pixels, matrix: Sequence[Any], fill: Fill, cubic: Bool[Array, "
         return first + place * jnp.where(cubic, curve, step)
 
     x_place, y_place = (x - 0.5 - left)[..., None], (y - 0.5 - top)[..., None]
-    across = [between([flat[row * width + column] for column in columns], x_place) for row in rows]
-    value = between(across, y_place)
+    across = [
+        interpolate([flat[row * width + column] for column in columns], x_place) for row in rows
+    ]
+    value = interpolate(across, y_place)
     return jnp.where(inside[..., None], jnp.clip(value, 0, 255).astype(jnp.int32), jnp.array(fill))
 
 
 def histogram(image: Image) -> Int[Array, "256 3"]:
     """Number of pixels of each value, by channel."""
 
-    def of_channel(values: UInt8[Array, " n"]) -> Int[Array, "256"]:
+    def count_values(values: UInt8[Array, " n"]) -> Int[Array, "256"]:
         return jnp.zeros(256, jnp.int32).at[values].add(1)
 
-    return jax.vmap(of_channel, in_axes=1, out_axes=1)(image.reshape(-1, 3))
+    return jax.vmap(count_values, in_axes=1, out_axes=1)(image.reshape(-1, 3))
 
 
-def _stretched(counts: Int[Array, "256 3"]) -> Int[Array, "256 3"]:
+def _stretch_table(counts: Int[Array, "256 3"]) -> Int[Array, "256 3"]:
     """Table of ImageOps.autocontrast: the smallest value to 0, the largest to 255."""
     values = jnp.arange(256)[:, None]
     low = jnp.where(counts > 0, values, 255).min(axis=0)
@@ -212,7 +217,7 @@ def _stretched(counts: Int[Array, "256 3"]) -> Int[Array, "256 3"]:
     return jnp.where(high > low, stretched, values)
 
 
-def _equalized(counts: Int[Array, "256 3"]) -> Int[Array, "256 3"]:
+def _equalize_table(counts: Int[Array, "256 3"]) -> Int[Array, "256 3"]:
     """Table of ImageOps.equalize: values by the number of pixels below."""
     values = jnp.arange(256)[:, None]
     last = jnp.where(counts > 0, values, 0).max(axis=0)
@@ -242,8 +247,8 @@ def smooth(image: Image) -> Pixels:
     return pixels.at[1:-1, 1:-1].set(inner)
 
 
-def _without(image: Image, color: Bool[Array, ""], contrast: Bool[Array, ""]) -> Pixels:
-    """The degenerate image of an enhancement: without colour, without contrast, or else black."""
+def _degenerate(image: Image, color: Bool[Array, ""], contrast: Bool[Array, ""]) -> Pixels:
+    """The degenerate image of an enhancement: without colour, without contrast, or black."""
     luma = grey(image)
     mean = jnp.floor(luma.sum() / luma.size + 0.5).astype(jnp.int32)
     return jnp.broadcast_to(jnp.where(color, luma, jnp.where(contrast, mean, 0)), image.shape)
@@ -277,12 +282,12 @@ def gaussian_blur(image: Image, radius: Scalar) -> Pixels:
     """
     square = radius**2 / 3
     # 0 or 1 pixel on each side is in the box entirely.
-    whole = jnp.floor((jnp.sqrt(12 * square + 1) - 1) / 2)
-    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * square) / (6 * (square - (whole + 1) ** 2))
+    full = jnp.floor((jnp.sqrt(12 * square + 1) - 1) / 2)
+    part = (2 * full + 1) * (full * (full + 1) - 3 * square) / (6 * (square - (full + 1) ** 2))
     # Weights of pixels at distance 0, 1, 2 in units of 2**-24: a weighted sum just fits 32 bits.
-    inner = jnp.floor(2**24 / (2 * (whole + part) + 1)).astype(jnp.uint32)
-    outer = (2**24 - (2 * whole.astype(jnp.uint32) + 1) * inner) // 2
-    near, far = jnp.where(whole > 0, inner, outer), jnp.where(whole > 0, outer, 0)
+    inner = jnp.floor(2**24 / (2 * (full + part) + 1)).astype(jnp.uint32)
+    outer = (2**24 - (2 * full.astype(jnp.uint32) + 1) * inner) // 2
+    near, far = jnp.where(full > 0, inner, outer), jnp.where(full > 0, outer, 0)
 
     def box_filter(_: Any, pixels: UInt32[Array, "H W 3"], *, axis: int) -> UInt32[Array, "H W 3"]:
         padded = jnp.pad(pixels, [(2, 2) if k == axis else (0, 0) for k in range(3)], mode="edge")
@@ -315,7 +320,7 @@ def color_jitter(
     strengths = jnp.array((brightness, contrast, saturation))
     factors = 1 + jax.random.uniform(sizes, (3,), minval=-1) * strengths
     for which in jax.random.permutation(order, 3):
-        other = _without(image, which == 2, which == 1)
+        other = _degenerate(image, which == 2, which == 1)
         image = blend(other, image.astype(jnp.int32), factors[which])
     return image
 
@@ -334,7 +339,7 @@ def erase(
             first of ten draws that fits is taken.
     """
     height, width, _ = image.shape
-    wanted, size, shape, place, noise = jax.random.split(key, 5)
+    chance, size, shape, place, noise = jax.random.split(key, 5)
     area = height * width * jax.random.uniform(size, (10,), minval=0.02, maxval=1 / 3)
     aspect = jnp.exp(jax.random.uniform(shape, (10,), minval=np.log(0.3), maxval=-np.log(0.3)))
     tall, wide = jnp.round(jnp.sqrt(area * aspect)), jnp.round(jnp.sqrt(area / aspect))
@@ -345,14 +350,14 @@ def erase(
     top = jnp.floor(down * (height - tall + 1))
     left = jnp.floor(right * (width - wide + 1))
     inside = in_box(image.shape[:2], top, left, top + tall, left + wide)
-    erased = inside & fits[first] & jax.random.bernoulli(wanted, p)
+    erased = inside & fits[first] & jax.random.bernoulli(chance, p)
     return jnp.where(erased[..., None], jax.random.normal(noise, image.shape, image.dtype), image)
 
 
 def in_box(
     size: tuple[int, ...], top: Any, left: Any, bottom: Any, right: Any
 ) -> Bool[Array, "H W"]:
-    """Whether each pixel lies in the box from (top, left) to before (bottom, right)."""
+    """Mask of the pixels in the box from (top, left) to before (bottom, right)."""
     y, x = jnp.arange(size[0])[:, None], jnp.arange(size[1])
     return (y >= top) & (y < bottom) & (x >= left) & (x < right)
 
@@ -369,10 +374,10 @@ def example_keys(
     """
     base = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"augmentation"))
 
-    def key_of(epoch: Int[Array, ""], index: Int[Array, ""]) -> Key[Array, ""]:
+    def example_key(epoch: Int[Array, ""], index: Int[Array, ""]) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.fold_in(base, epoch), index)
 
-    return jax.vmap(key_of)(epoch, index)
+    return jax.vmap(example_key)(epoch, index)
 
 
 def apply(

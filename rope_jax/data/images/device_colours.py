@@ -33,7 +33,7 @@ def photometric(
     """PhotoMetricDistortion of mmsegmentation 1.2.2.
 
     Brightness, contrast (here, or at the end, equally often), saturation and hue are changed in
-    this order. After each change the image is cut to 8 bits.
+    this order. After each change the image is clipped to 8 bits.
 
     >>> image = jnp.full((2, 2, 3), 200, jnp.uint8)
     >>> photometric(image, jax.random.key(1), p=0.0)[0, 0].tolist()
@@ -43,27 +43,27 @@ def photometric(
         image: uint8 [H, W, 3].
         key: a scalar key.
         fill: not used.
-        brightness: what is added lies between its negative and it.
+        brightness: largest value that is added or subtracted.
         contrast: values are multiplied by a factor between 1 - contrast and 1 + contrast.
         saturation: likewise.
-        hue: the largest turn, of 180.
+        hue: largest rotation of the hue, of 180.
         p: probability of each change.
     """
-    return changed(image, draw(key, brightness, contrast, saturation, hue, p))
+    return change_colours(image, draw(key, brightness, contrast, saturation, hue, p))
 
 
 class Changes(NamedTuple):
     """The changes of one image.
 
     Attributes:
-        wanted: whether brightness, contrast, saturation and hue are changed.
-        early: whether contrast comes before saturation and hue.
+        enabled: True where brightness, contrast, saturation and hue are changed.
+        early: True if contrast comes before saturation and hue.
         added: to all values.
         contrast, saturation: factors.
         turn: of the hue, of 180.
     """
 
-    wanted: Bool[Array, "4"]
+    enabled: Bool[Array, "4"]
     early: Bool[Array, ""]
     added: Float[Array, ""]
     contrast: Float[Array, ""]
@@ -74,37 +74,37 @@ class Changes(NamedTuple):
 def draw(
     key: Key[Array, ""], brightness: float, contrast: float, saturation: float, hue: int, p: float
 ) -> Changes:
-    """Draws the changes of one image. Arguments as of `photometric`."""
-    which, early, *sizes = jax.random.split(key, 6)
+    """Draws the changes of one image. Arguments as in `photometric`."""
+    choice, early, *sizes = jax.random.split(key, 6)
     return Changes(
-        wanted=jax.random.bernoulli(which, p, (4,)),
+        enabled=jax.random.bernoulli(choice, p, (4,)),
         early=jax.random.bernoulli(early),
         added=jax.random.uniform(sizes[0], minval=-brightness, maxval=brightness),
         contrast=jax.random.uniform(sizes[1], minval=1 - contrast, maxval=1 + contrast),
         saturation=jax.random.uniform(sizes[2], minval=1 - saturation, maxval=1 + saturation),
-        turn=jax.random.randint(sizes[3], (), -hue, max(hue, 1 - hue)),  # NumPy's: without hue
+        turn=jax.random.randint(sizes[3], (), -hue, max(hue, 1 - hue)),  # as NumPy's, without `hue`
     )
 
 
-def changed(image: Image, changes: Changes) -> Image:
+def change_colours(image: Image, changes: Changes) -> Image:
     """Changes the colours of an image."""
-    brightness, contrast, saturation, hue = changes.wanted
+    brightness, contrast, saturation, hue = changes.enabled
 
-    def contrasted(image: Image, when: Bool[Array, ""]) -> Image:
-        return jnp.where(when, _cut(image * changes.contrast), image)
+    def apply_contrast(image: Image, when: Bool[Array, ""]) -> Image:
+        return jnp.where(when, _clip(image * changes.contrast), image)
 
-    image = jnp.where(brightness, _cut(image + changes.added), image)
-    image = contrasted(image, contrast & changes.early)
+    image = jnp.where(brightness, _clip(image + changes.added), image)
+    image = apply_contrast(image, contrast & changes.early)
     hues, saturations, values = to_hsv(image)
-    saturated = _cut(saturations * changes.saturation).astype(jnp.int32)
+    saturated = _clip(saturations * changes.saturation).astype(jnp.int32)
     image = jnp.where(saturation, to_rgb((hues, saturated, values)), image)
     hues, saturations, values = to_hsv(image)
     turned = to_rgb(((hues + changes.turn) % _HUES, saturations, values))
     image = jnp.where(hue, turned, image)
-    return contrasted(image, contrast & ~changes.early)
+    return apply_contrast(image, contrast & ~changes.early)
 
 
-def _cut(values: Float[Array, "..."]) -> UInt8[Array, "..."]:
+def _clip(values: Float[Array, "..."]) -> UInt8[Array, "..."]:
     return jnp.clip(values, 0, 255).astype(jnp.uint8)
 
 
@@ -142,5 +142,5 @@ def to_rgb(hsv: Hsv) -> Image:
         (value, low, falling),
     ]
     pixels = [jnp.stack(channel, axis=-1) for channel in channels]
-    found = jnp.select([sector == number for number in range(6)], pixels)
-    return jnp.rint(found).astype(jnp.uint8)
+    rgb = jnp.select([sector == number for number in range(6)], pixels)
+    return jnp.rint(rgb).astype(jnp.uint8)

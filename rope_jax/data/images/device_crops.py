@@ -51,7 +51,7 @@ def resized_crop(
 
     Args:
         image: uint8 [H, W, 3].
-        words: of `pack`, the high one first; the options have gone into them.
+        words: of `pack`, the high one first; they already account for the options.
 
     Returns:
         uint8 [H, W, 3].
@@ -68,8 +68,8 @@ def resized_crop(
         first, weights = (jnp.asarray(table)[cubic, length - 1] for table in tables)
         tap = jnp.minimum(first[:, None] + jnp.arange(_TAPS), length.astype(jnp.int32) - 1)
         weights = weights.reshape(*weights.shape, *(1,) * (2 - axis))
-        taken = jnp.take(pixels, start.astype(jnp.int32) + tap, axis=axis) * weights
-        pixels = jnp.clip((taken.sum(axis + 1) + 2 ** (_BITS - 1)) >> _BITS, 0, 255)
+        products = jnp.take(pixels, start.astype(jnp.int32) + tap, axis=axis) * weights
+        pixels = jnp.clip((products.sum(axis + 1) + 2 ** (_BITS - 1)) >> _BITS, 0, 255)
     return pixels.astype(jnp.uint8)
 
 
@@ -86,11 +86,11 @@ def _taps(side: int) -> tuple[Int[np.ndarray, "2 side side"], Int[np.ndarray, "2
                 centre = (place + 0.5) * (length / side)
                 low = max(int(centre - support + 0.5), 0)
                 high = min(int(centre + support + 0.5), length)
-                shares = [shape(x - centre + 0.5) for x in range(low, high)]
+                samples = [shape(x - centre + 0.5) for x in range(low, high)]
                 first[kernel, length - 1, place] = low
-                for tap, share in enumerate(shares):
-                    scaled = share / sum(shares) * 2**_BITS
-                    rounded = math.trunc(scaled + math.copysign(0.5, share))
+                for tap, sample in enumerate(samples):
+                    scaled = sample / sum(samples) * 2**_BITS
+                    rounded = math.trunc(scaled + math.copysign(0.5, sample))
                     weights[kernel, length - 1, place, tap] = rounded
     return first, weights
 

@@ -1,7 +1,7 @@
 """Resizing and cropping of images with boxes, which keep their aspect, and the sizes of batches.
 
-Where an image is placed follows from its size and one draw: every process can compute the sizes of
-all images of a batch, and so its canvas, without reading them.
+The placing of an image follows from its size and one draw: every process can compute the sizes of
+all images of a batch, and thus its canvas, without reading them.
 """
 
 import math
@@ -13,13 +13,13 @@ from jaxtyping import Bool, Float, Int, UInt8, UInt64
 from PIL import Image
 
 from rope_jax.data.draws import uniform
-from rope_jax.data.images.crops import check_order, mirrored
+from rope_jax.data.images.crops import check_order, mirror_mask
 from rope_jax.names.options import Count, Probability
 
 Size = tuple[int, int]  # height, width
 
-_LEAST = 1e-5  # pixels: a box has no area where a side is no longer
-_WHOLE = 2**24  # pixels: with more, an image is not resized as a whole
+_LEAST = 1e-5  # pixels: a box has no area if a side is not longer than this
+_WHOLE = 2**24  # pixels; a larger image is not resized as a whole
 
 
 class Placing(NamedTuple):
@@ -39,9 +39,9 @@ class Placing(NamedTuple):
 
 
 def fit(size: Size, draw: int = 0, *, short: Count = 800, long: Count = 1333) -> Placing:
-    """The whole image, resized as far as its sides fit: the evaluation of DETR and its descendants.
+    """The whole image, resized so that its sides fit: the evaluation of DETR and its descendants.
 
-    Sizes are detectron2's, which detrex uses; facebookresearch/detr rounds others.
+    Sizes are detectron2's, which detrex uses; facebookresearch/detr rounds some differently.
 
     >>> fit((480, 640)).extent, fit((300, 900)).extent
     ((800, 1067), (444, 1333))
@@ -49,27 +49,27 @@ def fit(size: Size, draw: int = 0, *, short: Count = 800, long: Count = 1333) ->
     Args:
         size: (height, width) of the image.
         draw: not used.
-        short, long: pixels that the shorter and the longer side must fit into; one of them does so
+        short, long: pixels that the shorter and the longer side must fit into; one of them fits
             exactly.
 
     Raises:
         ValueError: options out of range.
     """
     check_order("fit", short=short, long=long)
-    return Placing(size, (0, 0), size, resized_size(size, short=short, long=long))
+    return Placing(size, (0, 0), size, fit_size(size, short=short, long=long))
 
 
-def resized_size(size: Size, *, short: int, long: int) -> Size:
-    """The size at which both sides of an image fit, the aspect kept: detectron2's.
+def fit_size(size: Size, *, short: int, long: int) -> Size:
+    """The size at which both sides of an image fit, with the same aspect: detectron2's.
 
     It is scaled to the shorter side, then, if too long, to the longer one, and rounded at the end.
     In one step, a few sides close to half a pixel would be rounded the other way.
 
     Source: ResizeShortestEdge of facebookresearch/detectron2.
 
-    >>> resized_size((480, 640), short=800, long=1333)
+    >>> fit_size((480, 640), short=800, long=1333)
     (800, 1067)
-    >>> resized_size((634, 317), short=800, long=1333)  # in one step (1333, 666)
+    >>> fit_size((634, 317), short=800, long=1333)  # in one step (1333, 666)
     (1333, 667)
 
     Args:
@@ -99,7 +99,7 @@ def detr_crop(
 ) -> Placing:
     """The image or a part of it, resized to a random shorter side: the training of DETR.
 
-    Source: IDEA-Research/detrex (`coco_detr`), in all details, with detectron2's sizes; after
+    Source: IDEA-Research/detrex (`coco_detr`), in all details, with detectron2's sizes. It follows
     facebookresearch/detr, which truncates where detectron2 rounds.
 
     >>> detr_crop((480, 640), 3)
@@ -111,7 +111,7 @@ def detr_crop(
         low, high, step: the shorter side, in pixels, is low, low + step, ... or high, unless the
             longer one would exceed `long`.
         long: largest side, in pixels.
-        cut: probability of cutting a part out of the image, before it is resized so.
+        cut: probability of cutting a part out of the image, before that resizing.
         before_low, before_high, before_step: shorter sides, in pixels, to one of which the image is
             resized before a part is cut out.
         cut_low, cut_high: the sides of the part, in pixels, or of the image where that has fewer.
@@ -124,28 +124,26 @@ def detr_crop(
     check_order("detr_crop", cut_low=cut_low, cut_high=cut_high)
     shorts = range(low, high + 1, step)
     befores = range(before_low, before_high + 1, before_step)
-    one = uniform(draw)
+    numbers = uniform(draw)
     resized = part = size
     corner = (0, 0)
-    if next(one) < cut:
-        before = befores[int(next(one) * len(befores))]
-        resized = resized_size(size, short=before, long=max(before, _WHOLE // before))
+    if next(numbers) < cut:
+        before = befores[int(next(numbers) * len(befores))]
+        resized = fit_size(size, short=before, long=max(before, _WHOLE // before))
         least, most = ([min(side, n) for side in resized] for n in (cut_low, cut_high))
-        part = tuple(a + int(next(one) * (b - a + 1)) for a, b in zip(least, most, strict=True))
-        corner = tuple(int(next(one) * (n - m + 1)) for n, m in zip(resized, part, strict=True))
-    short = shorts[int(next(one) * len(shorts))]
-    return Placing(resized, corner, part, resized_size(part, short=short, long=long))
+        part = tuple(a + int(next(numbers) * (b - a + 1)) for a, b in zip(least, most, strict=True))
+        corner = tuple(int(next(numbers) * (n - m + 1)) for n, m in zip(resized, part, strict=True))
+    short = shorts[int(next(numbers) * len(shorts))]
+    return Placing(resized, corner, part, fit_size(part, short=short, long=long))
 
 
-def placed_pixels(
-    image: UInt8[np.ndarray, "h w 3"], placing: Placing
-) -> UInt8[np.ndarray, "H W 3"]:
-    """The pixels of an image after a placing: bilinear, with antialiasing where it shrinks."""
+def place_pixels(image: UInt8[np.ndarray, "h w 3"], placing: Placing) -> UInt8[np.ndarray, "H W 3"]:
+    """Places the pixels of an image: bilinear, with antialiasing where it shrinks."""
     picture = Image.fromarray(np.ascontiguousarray(image))
 
     def resize(picture: Image.Image, size: Size) -> Image.Image:
-        same = picture.size == size[::-1]
-        return picture if same else picture.resize(size[::-1], Image.Resampling.BILINEAR)
+        unchanged = picture.size == size[::-1]
+        return picture if unchanged else picture.resize(size[::-1], Image.Resampling.BILINEAR)
 
     (top, left), (height, width) = placing.corner, placing.part
     picture = resize(picture, placing.resized)
@@ -154,10 +152,10 @@ def placed_pixels(
     return np.asarray(resize(picture, placing.extent))
 
 
-def placed_boxes(
+def place_boxes(
     boxes: Float[np.ndarray, "n 4"], size: Size, placing: Placing
 ) -> tuple[Float[np.ndarray, "m 4"], Bool[np.ndarray, " n"]]:
-    """Boxes after a placing, clipped to the image.
+    """Places boxes, and clips them to the image.
 
     Args:
         boxes: x1 y1 x2 y2 in pixels of the image.
@@ -165,17 +163,17 @@ def placed_boxes(
         placing: of the image.
 
     Returns:
-        The boxes that have an area, and which of the given ones they are.
+        The boxes that have an area, and their mask among `boxes`.
     """
     sides = (size, placing.resized, placing.corner, placing.part, placing.extent)
     size, resized, corner, part, extent = (np.array(x[::-1] * 2, float) for x in sides)
-    return clipped((boxes * resized / size - corner) * extent / part, placing.extent)
+    return clip_boxes((boxes * resized / size - corner) * extent / part, placing.extent)
 
 
-def clipped(
+def clip_boxes(
     boxes: Float[np.ndarray, "n 4"], size: Size
 ) -> tuple[Float[np.ndarray, "m 4"], Bool[np.ndarray, " n"]]:
-    """Boxes clipped to an image: those that have an area then, and which of all they are."""
+    """Clips boxes to an image; returns those that still have an area, and their mask."""
     inside = np.clip(boxes, 0, np.array(size[::-1] * 2, float))
     kept = (inside[:, 2:] - inside[:, :2] > _LEAST).all(axis=1)
     return inside[kept], kept
@@ -188,13 +186,13 @@ def flip_boxes(
     *,
     p: float = 0.5,
 ) -> Float[np.ndarray, "B n 4"]:
-    """The boxes of images of some width after `flip` with the same draws."""
+    """Moves the boxes of images of this width as `flip` moves pixels, for the same draws."""
     turned = boxes[..., [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
-    return np.where(mirrored(draws, p)[:, None, None], turned, boxes)
+    return np.where(mirror_mask(draws, p)[:, None, None], turned, boxes)
 
 
 def smallest_canvas(extents: Int[np.ndarray, "b 2"], canvases: Sequence[Size]) -> Size:
-    """The smallest of some canvases that holds all images of a batch.
+    """The smallest canvas that holds all images of a batch.
 
     >>> smallest_canvas(np.array([[480, 640], [640, 400]]), [(480, 640), (640, 640), (800, 1344)])
     (640, 640)
@@ -209,9 +207,9 @@ def smallest_canvas(extents: Int[np.ndarray, "b 2"], canvases: Sequence[Size]) -
     height, width = extents.max(axis=0).tolist()
     fitting = [size for size in canvases if height <= size[0] and width <= size[1]]
     if not fitting:
-        known = ", ".join(f"{a}x{b}" for a, b in canvases)
+        sizes = ", ".join(f"{a}x{b}" for a, b in canvases)
         raise ValueError(
             f"the images of a batch may need {height}x{width} pixels, but the canvases are "
-            f"{known}: add one that is as large"
+            f"{sizes}: add one that is as large"
         )
     return min(fitting, key=math.prod)

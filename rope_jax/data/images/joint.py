@@ -15,7 +15,7 @@ from rope_jax.data.images.crops import Box, check_order, crop_pixels
 from rope_jax.names.options import Count, Positive, Share
 
 IGNORED = 255
-_REDRAWN = 10  # crops beyond the first
+_REDRAWS = 10  # crops beyond the first
 
 Pixels = UInt8[np.ndarray, "h w 3"]
 Classes = UInt8[np.ndarray, "h w"]
@@ -30,7 +30,7 @@ def crop_both(
         image: of any size.
         classes: of its pixels; 255 for none.
         crop: an `Augmentation`, joint or not.
-        size: (H, W) of the crop, which a joint one may fall short of.
+        size: (H, W) of the crop; a joint one may be smaller.
         draw: 64 random bits.
     """
     if crop.entry.joint:
@@ -42,7 +42,7 @@ def crop_both(
     return crop_pixels(image, crop, size, draw), crop_pixels(classes, nearest, size, draw)
 
 
-def padded(
+def pad(
     images: UInt8[np.ndarray, "B h w 3"], labels: UInt8[np.ndarray, "B h w"], size: tuple[int, int]
 ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B H W"]]:
     """Pads at the bottom and on the right: images with 0, labels with 255."""
@@ -51,12 +51,12 @@ def padded(
     return np.pad(images, (*around, (0, 0))), np.pad(labels, around, constant_values=IGNORED)
 
 
-def scaled_size(
+def scale_size(
     size: tuple[int, int], ratio: float, *, short: int | float, long: int | float
 ) -> tuple[int, int]:
-    """The size at which both sides fit into `ratio` times (short, long), the aspect kept.
+    """The size at which both sides fit into `ratio` times (short, long), with the same aspect.
 
-    >>> scaled_size((683, 1024), 1.0, short=512, long=2048)
+    >>> scale_size((683, 1024), 1.0, short=512, long=2048)
     (512, 768)
 
     Args:
@@ -82,8 +82,8 @@ def scaled_crop(
 ) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"]]:
     """A crop of the image resized by a random ratio, and its classes.
 
-    As mmsegmentation's RandomResize and RandomCrop, but classes are those of the nearest pixel by
-    its centre, where OpenCV takes the one to the upper left.
+    Like mmsegmentation's RandomResize and RandomCrop, except that classes are those of the pixel
+    with the nearest centre, where OpenCV takes the one to the upper left.
 
     >>> pixels, classes = np.zeros((60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
     >>> image, labels = scaled_crop(pixels, classes, (64, 64), 1, short=32, long=128)
@@ -95,9 +95,9 @@ def scaled_crop(
         classes: of its pixels; 255 for none.
         size: the largest (H, W) of the crop.
         draw: 64 random bits.
-        low, high: of the ratio, see `scaled_size`.
-        short, long: as there.
-        share: a crop of which one class holds this share (of the pixels with a class) or more, or
+        low, high: of the ratio, see `scale_size`.
+        short, long: see `scale_size`.
+        share: a crop in which one class has this fraction (of the pixels with a class) or more, or
             that has a single class, is drawn again, up to ten times.
 
     Returns:
@@ -108,12 +108,14 @@ def scaled_crop(
     """
     check_order("scaled_crop", low=low, high=high)
     check_order("scaled_crop", short=short, long=long)
-    one = uniform(draw)
-    ratio = low + (high - low) * next(one)
-    resized = scaled_size(image.shape[:2], ratio, short=short, long=long)
+    numbers = uniform(draw)
+    ratio = low + (high - low) * next(numbers)
+    resized = scale_size(image.shape[:2], ratio, short=short, long=long)
     extent = tuple(map(min, resized, size))
-    for _ in range(1 + _REDRAWN):
-        corner = tuple(int(next(one) * (n - m + 1)) for n, m in zip(resized, extent, strict=True))
+    for _ in range(1 + _REDRAWS):
+        corner = tuple(
+            int(next(numbers) * (n - m + 1)) for n, m in zip(resized, extent, strict=True)
+        )
         labels = nearest_crop(classes, resized, corner, extent)
         counts = np.bincount(labels.ravel(), minlength=256)[:IGNORED]
         if share == 1 or ((counts > 0).sum() > 1 and counts.max() < share * counts.sum()):
@@ -124,7 +126,7 @@ def scaled_crop(
 def nearest_crop(
     classes: Classes, resized: tuple[int, int], corner: tuple[int, int], extent: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows columns"]:
-    """A part of a map of classes as if it were resized: at each place the pixel that is there.
+    """A part of a resized map of classes, with the nearest pixel at each place.
 
     Args:
         classes: the map.
@@ -148,10 +150,10 @@ def bilinear_crop(
         before, after, first = image.shape[axis], resized[axis], corner[axis]
         place = (np.arange(first, first + extent[axis]) + 0.5) * before / after - 0.5
         low = np.floor(place).astype(int)
-        share = (place - low).astype(np.float32).reshape(-1, *(1,) * (2 - axis))
-        one, other = (
+        weight = (place - low).astype(np.float32).reshape(-1, *(1,) * (2 - axis))
+        lower, upper = (
             np.take(mixed, np.clip(low + step, 0, before - 1), axis).astype(np.float32)
             for step in (0, 1)
         )
-        mixed = one + share * (other - one)
+        mixed = lower + weight * (upper - lower)
     return np.rint(mixed).astype(np.uint8)

@@ -22,7 +22,7 @@ def mix(
 ) -> tuple[Float[Array, "B H W 3"], Float[Array, ""]]:
     """Mixup or cutmix of a batch with itself in reverse order: timm's "batch" mode.
 
-    One draw for the whole batch (arXiv 1710.09412, 1905.04899). `mix_groups` does so for each of
+    One draw for the whole batch (arXiv 1710.09412, 1905.04899). `mix_groups` has one for each of
     several groups.
 
     Args:
@@ -36,21 +36,21 @@ def mix(
         enabled: False to mix nothing.
 
     Returns:
-        The mixed images, and the share of each image's own label; the rest belongs to the label in
+        The mixed images, and the weight of each image's own label; the rest belongs to the label in
         reverse order.
     """
-    wanted, switch, share_key, place = jax.random.split(key, 4)
+    chance, switch, fraction_key, place = jax.random.split(key, 4)
     cutmix_prob = switch_prob if mixup > 0 and cutmix > 0 else float(cutmix > 0)
     cutting = jax.random.bernoulli(switch, cutmix_prob)
     alpha = jnp.where(cutting, cutmix, mixup)
-    share = jax.random.beta(share_key, alpha, alpha)
-    share = jnp.where(jax.random.bernoulli(wanted, prob) & enabled, share, 1.0)
+    fraction = jax.random.beta(fraction_key, alpha, alpha)
+    fraction = jnp.where(jax.random.bernoulli(chance, prob) & enabled, fraction, 1.0)
     height, width = images.shape[1:3]
-    tall, wide = (jnp.floor(side * jnp.sqrt(1 - share)) for side in (height, width))
+    tall, wide = (jnp.floor(side * jnp.sqrt(1 - fraction)) for side in (height, width))
     y, x = jnp.floor(jax.random.uniform(place, (2,)) * jnp.array((height, width)))
     top, left = y - tall // 2, x - wide // 2
     inside = device.in_box((height, width), top, left, y + tall // 2, x + wide // 2)
-    weight = jnp.where(cutting, 1.0 - inside, share)
+    weight = jnp.where(cutting, 1.0 - inside, fraction)
     mixed = weight[..., None] * images + (1 - weight[..., None]) * images[::-1]
     return mixed, weight.mean()
 
@@ -74,12 +74,12 @@ def mix_groups(
         **options: of `mix`.
 
     Returns:
-        The mixed images, the label of each image's partner, and the share of its own label.
+        The mixed images, the label of each image's partner, and the weight of its own label.
     """
     keys = key[None]
     if groups > 1:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(groups))
     grouped, partners = (x.reshape(groups, -1, *x.shape[1:]) for x in (images, labels))
-    mixed, shares = jax.vmap(functools.partial(mix, **options))(grouped, keys)
-    shares = jnp.repeat(shares, len(images) // groups)[:, None]
-    return mixed.reshape(images.shape), partners[:, ::-1].reshape(-1), shares
+    mixed, fractions = jax.vmap(functools.partial(mix, **options))(grouped, keys)
+    fractions = jnp.repeat(fractions, len(images) // groups)[:, None]
+    return mixed.reshape(images.shape), partners[:, ::-1].reshape(-1), fractions

@@ -18,7 +18,7 @@ from rope_jax.names.registry import Registry
 from rope_jax.names.text import image_pair
 
 SPLITS = ("train", "test")
-# Drawn at any size, by what their labels are of; the first where others are asked for.
+# Sets that are drawn at any size, by the kind of labels; the first kind is the default.
 DRAWN: dict[str, dict[str, Callable[[str, tuple[int, int]], Images]]] = {
     "scenes": {"pixels": load_scenes, "boxes": load_scene_boxes}
 }
@@ -54,7 +54,7 @@ def register_source(name: str, open_split: Callable[[str, str], Source]) -> None
         open_split: (path, split) -> the split; its class must be importable, for worker processes.
 
     Raises:
-        ValueError: there is a source of this name, or it is no identifier.
+        ValueError: there is a source of this name, or it is not an identifier.
     """
     SOURCES.register(name, open_split)
 
@@ -90,7 +90,7 @@ def load(
     - `"tfds"`: a data set prepared by tensorflow-datasets.
     - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
     - `"imagenet"`: the official archives of ImageNet-1k.
-    - `"masks"`: images and the classes of their pixels, path/train/NAME.jpg with NAME.png beside
+    - `"masks"`: images and the classes of their pixels, path/train/NAME.jpg with NAME.png next to
       it, likewise path/test/ (or path/val/), and the names of the classes in path/classes.txt.
     - `"ade20k"`: the official folder ADEChallengeData2016, with 150 classes of pixels.
     - `"coco"`: images with boxes, path/train2017/ and path/val2017/, and the official files
@@ -108,10 +108,10 @@ def load(
             antialiasing), or kept unchanged for None; the others need one.
         crop: of images that are read one at a time, to this size: "centre(crop=0.875)", see
             `rope_jax.data.images.crops`; of images with boxes "fit(short=800,long=1333)", see
-            `rope_jax.data.images.fits`. None for these, with the whole centre.
-        allow_empty: whether a class folder of `"folder"` may be empty.
-        labels_of: what labels are wanted of, "images", "pixels" or "boxes", of sources that have
-            several; None for the first. `labels_of` of the split tells what they are of.
+            `rope_jax.data.images.fits`. None for the whole centre, or for this `fit`.
+        allow_empty: True if class folders of `"folder"` may be empty.
+        labels_of: the kind of labels, "images", "pixels" or "boxes", for sources that have several;
+            None for the first. It is `labels_of` of the split.
 
     Returns:
         The split. The number of classes of sets in memory is that of the training split, or of
@@ -140,7 +140,7 @@ def load(
             f"data source {source!r} ({path}) needs an image_size (height, width): "
             "its images may differ in size"
         )
-    return opened.streamed(size, crop)
+    return opened.stream(size, crop)
 
 
 def open_source(source: str, path: str | None, split: str, *, allow_empty: bool = False) -> Source:
@@ -174,9 +174,9 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
 
 
 def _check(source: str, path: str | None, split: str) -> None:
-    SOURCES[source]  # known, or an error
+    SOURCES[source]  # raises an error for an unknown name
     convert(split, Literal[*SPLITS], "split")
-    alone = source in ("digits", *DRAWN)
-    if alone != (path is None):
-        need = "needs no path: leave it out" if alone else "needs a path; none is given"
+    without_path = source in ("digits", *DRAWN)
+    if without_path != (path is None):
+        need = "takes no path: leave it out" if without_path else "needs a path; none is given"
         raise ValueError(f"data source {source!r} {need}")

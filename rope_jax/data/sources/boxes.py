@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float64, Int, Int32, Int64, UInt8
 
 from rope_jax.data.images.augment import Augmentation, parse_crop
 from rope_jax.data.images.decode import decode_image
-from rope_jax.data.images.fits import Placing, clipped, placed_boxes, placed_pixels
+from rope_jax.data.images.fits import Placing, clip_boxes, place_boxes, place_pixels
 from rope_jax.data.sources.index import Streamed
 from rope_jax.data.sources.memory import Images
 
@@ -19,12 +19,12 @@ _OUTSIDE = 1e-6  # pixels that a box may reach beyond its image by rounding
 
 
 class Truth(NamedTuple):
-    """The objects of an image as they are annotated, in pixels of the image as it is stored.
+    """The annotated objects of an image, in pixels of the stored image.
 
     Attributes:
         boxes: x1 y1 x2 y2, not clipped.
         labels: class of each.
-        crowd: whether it is a crowd of objects, which is neither trained on nor counted as missed.
+        crowd: True for a crowd of objects, which is neither trained on nor counted as missed.
         area: of the object, not of its box.
     """
 
@@ -39,9 +39,9 @@ class Annotations:
     """The objects of all images of a split.
 
     Attributes:
-        sizes: rows and columns of each image as it is stored.
-        ends: where each image's objects end among those of all images, which stand one after the
-            other in `boxes`, `labels`, `crowd` and `area`: see `Truth`.
+        sizes: rows and columns of each stored image.
+        ends: the end of each image's objects in `boxes`, `labels`, `crowd` and `area`, which hold
+            the objects of all images one after the other: see `Truth`.
     """
 
     sizes: Int32[np.ndarray, "n 2"]
@@ -64,7 +64,7 @@ class Annotations:
         )
 
     def check_size(self, example: int, size: tuple[int, int]) -> None:
-        """Raises ValueError if an image has other (rows, columns) than its annotations say."""
+        """Raises ValueError if an image has other (rows, columns) than annotated."""
         rows, columns = self.sizes[example].tolist()
         if size != (rows, columns):
             raise ValueError(
@@ -73,9 +73,9 @@ class Annotations:
 
     def truth(self, example: int) -> Truth:
         """The objects of one image."""
-        own = slice(self.ends[example - 1] if example else 0, self.ends[example])
+        objects = slice(self.ends[example - 1] if example else 0, self.ends[example])
         arrays = (self.boxes, self.labels, self.crowd, self.area)
-        return Truth(*(np.array(array[own]) for array in arrays))
+        return Truth(*(np.array(array[objects]) for array in arrays))
 
     @functools.cached_property
     def images(self) -> Int64[np.ndarray, " m"]:
@@ -84,16 +84,16 @@ class Annotations:
 
     @functools.cached_property
     def outside(self) -> Bool[np.ndarray, " m"]:
-        """Which boxes reach beyond their image."""
+        """Mask of the boxes that reach beyond their image."""
         limits = self.sizes[self.images, ::-1] + _OUTSIDE
         low, high = self.boxes.min(axis=1, initial=0), self.boxes[:, 2:]
         return (low < -_OUTSIDE) | (high > limits).any(axis=1)
 
     @functools.cached_property
     def empty(self) -> Bool[np.ndarray, " m"]:
-        """Which boxes have no area inside their image."""
+        """Mask of the boxes that have no area inside their image."""
         limits = np.tile(self.sizes[self.images, ::-1], 2)
-        _, kept = clipped(np.clip(self.boxes, 0, limits), (2**31, 2**31))
+        _, kept = clip_boxes(np.clip(self.boxes, 0, limits), (2**31, 2**31))
         return ~kept
 
     def counts(self) -> Int64[np.ndarray, " n"]:
@@ -104,39 +104,39 @@ class Annotations:
     def remarks(self) -> list[str]:
         """Notes on boxes that reach beyond their images or have no area, and their treatment."""
         empty, beyond = int(self.empty.sum()), int((self.outside & ~self.empty).sum())
-        found = []
+        notes = []
         if beyond:
-            found.append(f"{beyond} of {len(self.boxes)} boxes reach beyond their image: clipped")
+            notes.append(f"{beyond} of {len(self.boxes)} boxes reach beyond their image: clipped")
         if empty:
-            found.append(f"{empty} of {len(self.boxes)} boxes have no area inside their image: ")
-            found[-1] += "left out of training"
-        return found
+            notes.append(f"{empty} of {len(self.boxes)} boxes have no area inside their image: ")
+            notes[-1] += "left out of training"
+        return notes
 
 
 class Boxed:
     """Common parts of sets of images with boxes, in memory or not.
 
-    Their `labels`, one of each image, are 0: those of objects are in `annotations`. Each kind has
-    `pixels(example)`, an image as it is stored, uint8 [h, w, 3].
+    Their `labels`, one for each image, are 0: those of objects are in `annotations`. Each kind has
+    `pixels(example)`, a stored image, uint8 [h, w, 3].
     """
 
     labels_of: ClassVar[str] = "boxes"
     annotations: Annotations
 
     def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
-        """Where a crop places an image; None for the image as it is."""
+        """The placing of an image by a crop; without a crop, the image unchanged."""
         size = tuple(self.annotations.sizes[example].tolist())
         return Placing(size, (0, 0), size, size) if crop is None else crop(size, draw)
 
     def extents(
         self, examples: Int[np.ndarray, " b"], crop: Augmentation | None, draws: np.ndarray
     ) -> Int64[np.ndarray, "b 2"]:
-        """Rows and columns of images after a crop; none of them is read."""
+        """Rows and columns of images after a crop; no image is read."""
         pairs = zip(examples.tolist(), draws.tolist(), strict=True)
         return np.array([self.placing(k, crop, draw).extent for k, draw in pairs]).reshape(-1, 2)
 
     def truth(self, example: int) -> Truth:
-        """The objects of an image as they are annotated.
+        """The annotated objects of an image.
 
         >>> from rope_jax import data
         >>> truth = data.load("scenes", image_size=32, labels_of="boxes").truth(0)
@@ -148,29 +148,28 @@ class Boxed:
     def example(
         self, example: int, crop: Augmentation | None = None, draw: int = 0
     ) -> dict[str, np.ndarray]:
-        """An image and the objects to train on: without crowds and those that have no area left.
+        """An image and the objects to train on: without crowds and objects with no area left.
 
         Args:
             example: number of the image.
-            crop: one of those for boxes; None for the set's own.
+            crop: a crop for boxes; None for the set's own.
             draw: 64 random bits.
 
         Returns:
-            `image` uint8 [h, w, 3], of a size of its own; `boxes` float32 [n, 4], x1 y1 x2 y2 in
-            its pixels; `label` int32 [n]; and `original` int32 [2], rows and columns of the image
-            as it is stored.
+            `image` uint8 [h, w, 3], of any size; `boxes` float32 [n, 4], x1 y1 x2 y2 in its pixels;
+            `label` int32 [n]; and `original` int32 [2], rows and columns of the stored image.
 
         Raises:
             BadImages: the image cannot be used; the message names it.
         """
         placing, truth = self.placing(example, crop, draw), self.truth(example)
         size = tuple(self.annotations.sizes[example].tolist())
-        inside, there = clipped(truth.boxes[~truth.crowd], size)
-        boxes, kept = placed_boxes(inside, size, placing)
+        inside, visible = clip_boxes(truth.boxes[~truth.crowd], size)
+        boxes, kept = place_boxes(inside, size, placing)
         return {
-            "image": placed_pixels(self.pixels(example), placing),
+            "image": place_pixels(self.pixels(example), placing),
             "boxes": boxes.astype(np.float32),
-            "label": truth.labels[~truth.crowd][there][kept],
+            "label": truth.labels[~truth.crowd][visible][kept],
             "original": np.array(size, np.int32),
         }
 
@@ -199,8 +198,8 @@ class BoxImages(Boxed, Images):
 class StreamedBoxes(Boxed, Streamed):
     """One split of a set of images with boxes, read when needed.
 
-    Images keep their aspect: `crop` is `fit`. `size` is that for which a model is made; those of
-    batches are canvases, see `rope_jax.data.batches`.
+    Images keep their aspect: `crop` is `fit`. `size` is the size for which a model is created;
+    batches have the sizes of canvases, see `rope_jax.data.batches`.
     """
 
     one_size: ClassVar[bool] = False
@@ -261,10 +260,10 @@ def check_objects(images: Images | Streamed) -> None:
         images: of any kind.
 
     Raises:
-        ValueError: no image has an object that is no crowd.
+        ValueError: all objects are crowds.
     """
     if images.labels_kind.ragged and images.annotations.crowd.all():
         raise ValueError(
-            f"no image of {images.name}, {images.split} split, has an object that is no crowd, of "
-            "which average precision could be computed: use others"
+            f"no image of {images.name}, {images.split} split, has an object that is not a crowd, "
+            "for which average precision could be computed: use other images"
         )

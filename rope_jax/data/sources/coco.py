@@ -1,7 +1,7 @@
-"""Images with boxes in the form of COCO: folders of images, and a JSON file of annotations each.
+"""Images with boxes in the form of COCO: folders of images, each with a JSON file of annotations.
 
-A file is read once, whole, and checked: what is wrong with it is found before training begins.
-Only flat arrays are kept of it. Segmentations are not read.
+A file is read once, as a whole, and checked, so that errors are detected before training begins.
+Only flat arrays are kept. Segmentations are not read.
 """
 
 import functools
@@ -18,7 +18,7 @@ import numpy as np
 
 from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.sources.boxes import Annotations, StreamedBoxes
-from rope_jax.data.sources.folder import Files, listed
+from rope_jax.data.sources.folder import Files, list_names
 from rope_jax.system.files import open_regular
 
 _LARGEST = 1 << 32  # bytes of a file of annotations; the official ones have less than 500 MB
@@ -30,10 +30,9 @@ class Coco(Files):
     """One split of a set in the form of COCO; "test" is the validation split.
 
     Images are in path/train2017/ and path/val2017/, annotations in path/annotations/
-    instances_train2017.json and instances_val2017.json; a set of one's own may have another ending
-    than 2017. Classes are the categories in the order of their ids, images stand in the order of
-    theirs. Images of the training split without an object, or with crowds only, are left out, as
-    detectron2 does.
+    instances_train2017.json and instances_val2017.json; a custom set may have another suffix than
+    2017. Classes and images are in the order of their ids. Images of the training split without an
+    object, or with crowds only, are left out, as in detectron2.
 
     Args:
         path: the set.
@@ -52,11 +51,11 @@ class Coco(Files):
         folder = Path(path, file.stem.removeprefix("instances_"))
         _check_folder([image.file_name for image in images], folder, file)
         if split == "train":
-            wanted = {one.image_id for one in objects if not one.iscrowd}
-            if not wanted:
+            used = {object.image_id for object in objects if not object.iscrowd}
+            if not used:
                 raise ValueError(f"no image of {file} has an object to train on")
-            images = [image for image in images if image.id in wanted]
-            objects = [one for one in objects if one.image_id in wanted]
+            images = [image for image in images if image.id in used]
+            objects = [object for object in objects if object.image_id in used]
         arrays = _annotations(images, objects, categories).arrays()
         super().__init__(
             Path(path),
@@ -68,7 +67,7 @@ class Coco(Files):
             split=split,
         )
 
-    def streamed(self, size: tuple[int, int], crop: str | None = None) -> StreamedBoxes:
+    def stream(self, size: tuple[int, int], crop: str | None = None) -> StreamedBoxes:
         return StreamedBoxes(self, size, crop or "fit(short=800,long=1333)")
 
     @functools.cached_property
@@ -84,10 +83,10 @@ class Coco(Files):
         return f"{super().fingerprint()}, annotations {checksum:08x}"
 
     def remarks(self) -> list[str]:
-        about = f"{self.name}, {self.split} split"
-        return [f"{about}: {one}" for one in self.annotations.remarks()]
+        prefix = f"{self.name}, {self.split} split"
+        return [f"{prefix}: {remark}" for remark in self.annotations.remarks()]
 
-    def classes_of(self, example: int) -> list[int]:
+    def read_classes(self, example: int) -> list[int]:
         width, height = EncodedImage(self.read(example)).size
         self.annotations.check_size(example, (height, width))
         return np.unique(self.annotations.truth(example).labels).tolist()
@@ -97,8 +96,8 @@ def read_annotations(file: Path) -> "_Content":
     """Reads and checks a file of annotations.
 
     Returns:
-        Its images in the order of their ids, its objects, and (id, name) of its categories in the
-        order of theirs.
+        Its images, its objects, and (id, name) of its categories; images and categories in the
+        order of their ids.
 
     Raises:
         ValueError: it is damaged, or of another form.
@@ -106,8 +105,8 @@ def read_annotations(file: Path) -> "_Content":
     try:
         with open_regular(file, at_most=_LARGEST) as opened, io.TextIOWrapper(opened, "utf-8") as x:
             # Entries become small as soon as they are read, so that memory holds no polygons.
-            return _checked(json.load(x, object_hook=_compact))
-    except (ValueError, RecursionError) as error:  # of JSON, too
+            return _check(json.load(x, object_hook=_compact))
+    except (ValueError, RecursionError) as error:  # includes errors of JSON
         raise ValueError(f"{file} is damaged, or not as COCO's: {error}") from error
 
 
@@ -128,13 +127,13 @@ class _Object(NamedTuple):
 
 
 def _compact(entry: dict[str, Any]) -> Any:
-    """An entry of the file without what is not needed; called for inner entries first."""
+    """Reduces an entry of the file to the fields in use; called for inner entries first."""
     kind = _Object if "image_id" in entry else _Image if "file_name" in entry else None
     if kind is None:
         return entry
     try:
-        one = kind(**{name: entry[name] for name in kind._fields if name in entry})
-        fits = _is_object(one) if kind is _Object else _is_image(one)
+        record = kind(**{name: entry[name] for name in kind._fields if name in entry})
+        fits = _is_object(record) if kind is _Object else _is_image(record)
     except TypeError:  # a field is missing, or is of another type
         fits = False
     if not fits:
@@ -144,37 +143,49 @@ def _compact(entry: dict[str, Any]) -> Any:
             "and file_name; an annotation id, image_id and category_id (whole numbers), bbox (four "
             "finite numbers: x, y, width, height) and area; iscrowd is 0 or 1"
         )
-    return one
+    return record
 
 
-def _is_image(one: _Image) -> bool:
-    sizes = 0 < one.height < 1 << 20 and 0 < one.width < 1 << 20
-    return _whole(one.id, one.height, one.width) and isinstance(one.file_name, str) and sizes
+def _is_image(image: _Image) -> bool:
+    sizes = 0 < image.height < 1 << 20 and 0 < image.width < 1 << 20
+    return (
+        _are_integers(image.id, image.height, image.width)
+        and isinstance(image.file_name, str)
+        and sizes
+    )
 
 
-def _is_object(one: _Object) -> bool:
-    ids = _whole(one.id, one.image_id, one.category_id) and one.iscrowd in (0, 1)
-    return ids and len(one.bbox) == 4 and all(map(_finite, (*one.bbox, one.area)))
+def _is_object(annotation: _Object) -> bool:
+    ids = _are_integers(
+        annotation.id, annotation.image_id, annotation.category_id
+    ) and annotation.iscrowd in (0, 1)
+    return (
+        ids
+        and len(annotation.bbox) == 4
+        and all(map(_is_finite, (*annotation.bbox, annotation.area)))
+    )
 
 
-def _whole(*values: Any) -> bool:
+def _are_integers(*values: Any) -> bool:
     return all(type(x) is int for x in values)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _checked(content: Any) -> "_Content":
-    """The content of a file, images and categories in the order of their ids."""
+def _check(content: Any) -> "_Content":
+    """Checks the content of a file; returns images and categories in the order of their ids."""
     parts = [content.get(name) if isinstance(content, dict) else None for name in _SECTIONS]
     for (name, kind), part in zip(_SECTIONS.items(), parts, strict=True):
-        listed_as = part if isinstance(part, list) else [None]
-        if strange := [entry for entry in listed_as if not isinstance(entry, kind)]:
-            raise ValueError(f"its {name} must be a list of entries as COCO's: {strange[0]!r:.80}")
+        entries = part if isinstance(part, list) else [None]
+        if strange := [entry for entry in entries if not isinstance(entry, kind)]:
+            raise ValueError(
+                f"its {name} must be a list of entries like COCO's: {strange[0]!r:.80}"
+            )
     images, objects, categories = parts
-    ids = [(one.get("id"), one.get("name")) for one in categories]
-    if not all(_whole(id) and isinstance(name, str) for id, name in ids):
+    ids = [(category.get("id"), category.get("name")) for category in categories]
+    if not all(_are_integers(id) and isinstance(name, str) for id, name in ids):
         raise ValueError("its categories must each have a whole number as id, and a name")
     images, categories = sorted(images), sorted(ids)
     for name, entries in (("images", images), ("categories", categories)):
@@ -182,12 +193,12 @@ def _checked(content: Any) -> "_Content":
             if before == id:
                 raise ValueError(f"two of its {name} have the id {id}")
     places, classes = {image.id for image in images}, {id for id, _ in categories}
-    for one in objects:
-        if one.image_id not in places or one.category_id not in classes:
+    for entry in objects:
+        if entry.image_id not in places or entry.category_id not in classes:
             raise ValueError(
-                f"annotation {one.id} has image_id={one.image_id} and category_id="
-                f"{one.category_id}, which must be ids of its {len(images)} images and "
-                f"{len(classes)} categories: are the annotations of another set?"
+                f"annotation {entry.id} has image_id={entry.image_id} and category_id="
+                f"{entry.category_id}, which must be ids of its {len(images)} images and "
+                f"{len(classes)} categories: do the annotations belong to another set?"
             )
     return images, objects, categories
 
@@ -202,38 +213,38 @@ def _annotations(
     """The objects in arrays, in the order of their images."""
     places = {image.id: place for place, image in enumerate(images)}
     classes = {id: label for label, (id, _) in enumerate(categories)}
-    owner = np.array([places[one.image_id] for one in objects], np.int64)
+    owner = np.array([places[entry.image_id] for entry in objects], np.int64)
     order = np.argsort(owner, kind="stable")
-    x, y, width, height = np.array([one.bbox for one in objects], np.float64).reshape(-1, 4).T
+    x, y, width, height = np.array([entry.bbox for entry in objects], np.float64).reshape(-1, 4).T
     return Annotations(
         sizes=np.array([(image.height, image.width) for image in images], np.int32),
         ends=np.cumsum(np.bincount(owner, minlength=len(images))),
         boxes=np.stack([x, y, x + width, y + height], axis=1)[order],
-        labels=np.array([classes[one.category_id] for one in objects], np.int32)[order],
-        crowd=np.array([one.iscrowd for one in objects], bool)[order],
-        area=np.array([one.area for one in objects], np.float64)[order],
+        labels=np.array([classes[entry.category_id] for entry in objects], np.int32)[order],
+        crowd=np.array([entry.iscrowd for entry in objects], bool)[order],
+        area=np.array([entry.area for entry in objects], np.float64)[order],
     )
 
 
 def _annotation_file(folder: Path, part: str) -> Path:
     """The file of annotations of a split."""
     start = f"instances_{part}"
-    found = [name for name in listed(folder, folders=False) if name.startswith(start)]
-    found = [name for name in found if name.endswith(".json")]
-    if len(found) != 1:
+    files = [name for name in list_names(folder, folders=False) if name.startswith(start)]
+    files = [name for name in files if name.endswith(".json")]
+    if len(files) != 1:
         raise FileNotFoundError(
             f"{folder} must have one file {start}*.json, such as {start}2017.json, and has "
-            f"{' and '.join(found) or 'none'}"
+            f"{' and '.join(files) or 'none'}"
         )
-    return folder / found[0]
+    return folder / files[0]
 
 
 def _check_folder(names: Sequence[str], folder: Path, file: Path) -> None:
     """Rejects annotations of images that are not in the folder."""
-    there = set(listed(folder, folders=False))
-    missing = [name for name in names if name not in there]
+    existing = set(list_names(folder, folders=False))
+    missing = [name for name in names if name not in existing]
     if missing:
         raise FileNotFoundError(
             f"{folder / missing[0]} is missing ({len(missing)} of the {len(names)} images of "
-            f"{file} are): add them, or use the annotations of the images that are there"
+            f"{file} are): add them, or use annotations of the existing images"
         )

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from rope_jax.data.sources.folder import Files, image_files, listed
+from rope_jax.data.sources.folder import Files, image_files, list_names
 from rope_jax.names.options import convert
 
 EVALUATION_SETS = ("imagenet", "real", "v2", "a", "r", "folder")
@@ -82,7 +82,7 @@ class EvaluationSet(Files):
             self.note = "right is any of the reassessed labels, images without one are left out"
             names, labels = _real(root)
         else:
-            folders = listed(root, folders=True)
+            folders = list_names(root, folders=True)
             if variant == "folder":
                 class_names = folders
             if variant in ("a", "r"):
@@ -94,7 +94,7 @@ class EvaluationSet(Files):
                 names += [f"{name}/{file}" for file in files]
                 labels += [label] * len(files)
         if not names:
-            raise ValueError(f"{root} has no images of {variant!r}, or is no folder")
+            raise ValueError(f"{root} has no images of {variant!r}, or is not a folder")
         name = {"folder": root.name, "imagenet": "imagenet"}.get(variant, f"imagenet_{variant}")
         super().__init__(root, names, labels, class_names, name=name, split="files")
 
@@ -114,17 +114,17 @@ def _label(folder: str, variant: str, root: Path) -> int:
 
 
 def _real(root: Path) -> tuple[list[str], np.ndarray]:
-    """Files of the validation set that have reassessed labels, and those, padded with -1."""
+    """Files of the validation set with reassessed labels, and the labels, padded with -1."""
     names, labels = [], []
     for name in image_files(root):
         number = re.search(r"ILSVRC2012_val_(\d{8})", Path(name).name)
         if number is None or not 1 <= int(number[1]) <= len(real_labels()):
             raise ValueError(
                 f"{root / name} is not named like ILSVRC2012_val_00000001.JPEG, "
-                "which says which labels are its own"
+                "whose number identifies its labels"
             )
-        if right := real_labels()[int(number[1]) - 1]:
+        if correct := real_labels()[int(number[1]) - 1]:
             names.append(name)
-            labels.append(right)
+            labels.append(correct)
     width = max(map(len, labels), default=0)
-    return names, np.array([right + (-1,) * (width - len(right)) for right in labels])
+    return names, np.array([correct + (-1,) * (width - len(correct)) for correct in labels])

@@ -18,7 +18,7 @@ from rope_jax.system.files import read_regular
 
 _SPLITS = ("train", "test", "val")
 _HELD_OUT = 5  # every fifth image of a class, where the folder has no splits
-# Of image files, in any case; `decode_image` reads them by their content.
+# Endings of image files, in any case; `decode_image` identifies them by their content.
 ENDINGS = (".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
@@ -30,7 +30,7 @@ class Files(Source):
         names: of the files, relative to the root.
         labels: [n], or [n, M] padded with -1.
         class_names: in the order of the labels.
-        **about: name, split, and other entries of about.json.
+        **entries: name, split, and other entries of about.json.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class Files(Source):
         names: Sequence[str],
         labels: np.ndarray | Sequence[int],
         class_names: Sequence[str],
-        **about: Any,
+        **entries: Any,
     ):
         super().__init__(Path(tempfile.mkdtemp(prefix="rope_jax.")))
         weakref.finalize(self, shutil.rmtree, self.index, ignore_errors=True)
-        write_index(self.index, labels=labels, names=names, class_names=class_names, **about)
+        write_index(self.index, labels=labels, names=names, class_names=class_names, **entries)
         self._root = root.absolute()
 
     def read(self, example: int) -> bytes:
         return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
     def sizes(self) -> list[int]:
-        def sizes_of(examples: np.ndarray) -> list[int]:
+        def read_sizes(examples: np.ndarray) -> list[int]:
             return [
                 _size(os.path.join(self._root, self.example_name(k))) for k in examples.tolist()
             ]
 
         parts = np.array_split(np.arange(len(self.labels)), 64)
-        with ThreadPoolExecutor() as pool:  # as the answers of a network may be slow
-            return list(itertools.chain.from_iterable(pool.map(sizes_of, parts)))
+        with ThreadPoolExecutor() as pool:  # because a network may respond slowly
+            return list(itertools.chain.from_iterable(pool.map(read_sizes, parts)))
 
 
 class Folder(Files):
@@ -65,14 +65,14 @@ class Folder(Files):
 
     Without these, every fifth image of path/CLASS/ belongs to the test split. Classes are numbered
     in the order of their names, those of the training split if there is one. Images are the files
-    with one of the `ENDINGS`, in a class's folder and in folders within it; `remarks` has the
-    number of the others. Names that start with a dot are left out. No file is opened before it is
-    read.
+    with one of the `ENDINGS`, in a class's folder and in folders within it; `remarks` reports the
+    number of other files. Names that start with a dot are left out. A file is opened only when it
+    is read.
 
     Args:
         path: the set.
         split: "train" or "test".
-        allow_empty: whether a folder of a class may be empty.
+        allow_empty: True if a folder of a class may be empty.
 
     Raises:
         FileNotFoundError: the split has no folders of classes.
@@ -83,29 +83,29 @@ class Folder(Files):
     def __init__(self, path: str, split: str, *, allow_empty: bool = False):
         splits = ("train",) if split == "train" else ("test", "val")
         folders = [Path(path, name) for name in splits if Path(path, name).is_dir()]
-        whole = not any(Path(path, name).is_dir() for name in _SPLITS)
-        folder = Path(path) if whole or not folders else folders[0]
-        classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
-        if not classes or not (whole or folders):
+        unsplit = not any(Path(path, name).is_dir() for name in _SPLITS)
+        folder = Path(path) if unsplit or not folders else folders[0]
+        classes = list_names(Path(path, "train"), folders=True) or list_names(folder, folders=True)
+        if not classes or not (unsplit or folders):
             problem = f"has no folders of classes for the {split} split, {' or '.join(splits)}"
             raise FileNotFoundError(
                 f"{path} {problem if Path(path).exists() else 'does not exist'}: arrange the "
                 f"images as {path}/train/CLASS/* and {path}/val/CLASS/*, or all of them as "
                 f"{path}/CLASS/*, of which every fifth is then a test image"
             )
-        if meant := [
-            name for name in classes if whole and name.lower() in ("train", "test", "val")
+        if misnamed := [
+            name for name in classes if unsplit and name.lower() in ("train", "test", "val")
         ]:
             raise ValueError(
-                f"{path} has a folder {meant[0]!r}: name it {meant[0].lower()!r} if it is a split, "
-                "and otherwise if it is a class"
+                f"{path} has a folder {misnamed[0]!r}: name it {misnamed[0].lower()!r} if it is a "
+                "split, and otherwise if it is a class"
             )
-        if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
+        if unknown := sorted(set(list_names(folder, folders=True)) - set(classes)):
             raise ValueError(
-                f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
+                f"{folder} has a class {unknown[0]!r} that is missing in {Path(path, 'train')}"
             )
-        found = {name: _files(folder / name) for name in classes}
-        images = {name: list(filter(_is_image, files)) for name, files in found.items()}
+        all_files = {name: _files(folder / name) for name in classes}
+        images = {name: list(filter(_is_image, files)) for name, files in all_files.items()}
         empty = [name for name in classes if (folder / name).is_dir() and not images[name]]
         if empty and not allow_empty:
             raise ValueError(
@@ -117,27 +117,29 @@ class Folder(Files):
             (f"{name}/{file}", label)
             for label, name in enumerate(classes)
             for number, file in enumerate(images[name])
-            if not whole or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
+            if not unsplit or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
         ]
         names, labels = [name for name, _ in files], [label for _, label in files]
-        others = [f"{name}/{x}" for name in classes for x in found[name] if not _is_image(x)]
-        about = {"name": Path(path).resolve().name, "split": split}
-        twice = whole and split == "test"  # the same folders as of the training split
-        super().__init__(folder, names, labels, classes, others=[] if twice else others, **about)
+        others = [f"{name}/{x}" for name in classes for x in all_files[name] if not _is_image(x)]
+        identity = {"name": Path(path).resolve().name, "split": split}
+        repeated = unsplit and split == "test"  # the training split has the same folders
+        super().__init__(
+            folder, names, labels, classes, others=[] if repeated else others, **identity
+        )
 
     def remarks(self) -> list[str]:
-        others, about = self.about["others"], f"{self.name}, {self.split} split"
+        others, prefix = self.about["others"], f"{self.name}, {self.split} split"
         left_out = f"files left out, as they have no extension of images ({', '.join(ENDINGS)})"
-        return [f"{about}: {left_out}: {len(others)}, first {others[0]}"] if others else []
+        return [f"{prefix}: {left_out}: {len(others)}, first {others[0]}"] if others else []
 
 
-def listed(folder: Path, *, folders: bool) -> list[str]:
-    """Names of the folders, or of the other entries, in a folder; sorted, without hidden ones."""
+def list_names(folder: Path, *, folders: bool) -> list[str]:
+    """Lists the folders, or the other entries, in a folder: sorted names without hidden ones."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
-        found = [entry.name for entry in entries if folders == entry.is_dir()]
-    return sorted(name for name in found if not name.startswith("."))
+        names = [entry.name for entry in entries if folders == entry.is_dir()]
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def image_files(folder: Path) -> list[str]:
@@ -158,5 +160,5 @@ def _is_image(name: str) -> bool:
 
 def _files(folder: Path) -> list[str]:
     """Relative paths of the files below a folder; sorted, without hidden ones."""
-    inner = (f"{n}/{x}" for n in listed(folder, folders=True) for x in _files(folder / n))
-    return sorted([*listed(folder, folders=False), *inner])
+    inner = (f"{n}/{x}" for n in list_names(folder, folders=True) for x in _files(folder / n))
+    return sorted([*list_names(folder, folders=False), *inner])

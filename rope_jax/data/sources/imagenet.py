@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rope_jax.data.images.decode import MAX_BYTES
-from rope_jax.data.sources.index import Source, cached_index, write_index
+from rope_jax.data.sources.index import Source, cache_index, write_index
 from rope_jax.system.files import open_regular, read_regular
 
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -45,20 +45,20 @@ class ImageNet(Source):
     def __init__(self, path: str, split: str):
         archive = Path(path, TRAIN if split == "train" else VALIDATION).resolve()
         self._archive = archive
-        with open_regular(archive):  # of a pipe, tarfile would wait for the content
+        with open_regular(archive):  # tarfile would wait for the content of a pipe
             facts = archive.stat()
         kits = [Path(path, SYNSETS), Path(path, DEVKIT)] if split == "test" else []
         labels = [kit.stat() for kit in kits if kit.is_file()]
         versions = [(kit.st_size, kit.st_mtime_ns) for kit in labels]
         key = f"2 {archive} {facts.st_size} {facts.st_mtime_ns} {versions}"
         write = functools.partial(self._write, path=Path(path), split=split)
-        super().__init__(cached_index("imagenet", key, write))
+        super().__init__(cache_index("imagenet", key, write))
 
     def read(self, example: int) -> bytes:
         start, size = self.array("places.npy")[example].tolist()
         with self._archive.open("rb") as file:
             file.seek(start)
-            return file.read(min(size, MAX_BYTES + 1))  # with more it is refused
+            return file.read(min(size, MAX_BYTES + 1))  # larger files are refused
 
     def _write(self, folder: Path, path: Path, split: str) -> None:
         find = _train_files if split == "train" else _validation_files
@@ -123,5 +123,5 @@ def _validation_synsets(folder: Path) -> list[str]:
         members = {Path(member.name).name: member for member in small}
         truth, meta = (devkit.extractfile(members[name]).read() for name in (_TRUTH, _META))
     table = loadmat(io.BytesIO(meta), squeeze_me=True, mat_dtype=False)["synsets"]
-    synset_of = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
-    return [synset_of[int(line)] for line in truth.split()]
+    synsets = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
+    return [synsets[int(line)] for line in truth.split()]

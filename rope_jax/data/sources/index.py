@@ -2,7 +2,7 @@
 
 Worker processes map the arrays rather than copy them. An index holds:
 
-    about.json      name, split, class names, and entries of the source's own
+    about.json      name, split, class names, and entries that only this source has
     labels.npy      int32 [n], or [n, M] if up to M labels are correct (padded with -1)
     names.npy       uint8, the names of all examples one after the other in UTF-8
     ends.npy        int64 [n], the end of each name
@@ -34,17 +34,17 @@ from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.labels import Labels, find_labels
 from rope_jax.system.files import cache_folder, read_json
 
-_SAMPLE = 256  # images of which the content is compared: few, as each start reads them
+_SAMPLE = 256  # images whose content is compared: few, because they are read at each start
 
 
 class Source(abc.ABC):
-    """One split of a set whose images are read by number. What is read of its index is not pickled.
+    """One split of a set whose images are read by number. Arrays of its index are not pickled.
 
     Attributes:
         index: the folder with the index.
         competing: indices of the logits among which the labels count, or None for all.
         note: the scoring rule, for the protocol of an evaluation.
-        labels_of: what each label is of: "images", "pixels" or "boxes".
+        labels_of: the kind of labels: "images", "pixels" or "boxes".
     """
 
     competing: tuple[int, ...] | None = None
@@ -104,16 +104,16 @@ class Source(abc.ABC):
         """Bytes of the file of each image, -1 for one that is missing; empty if files hold many."""
         return ()
 
-    def damaged(self) -> list[str] | None:
+    def damaged_files(self) -> list[str] | None:
         """Names of files with a wrong checksum; None if the set has no checksums."""
         return None
 
-    def streamed(self, size: tuple[int, int], crop: str | None = None) -> "Streamed":
+    def stream(self, size: tuple[int, int], crop: str | None = None) -> "Streamed":
         """The images cropped to one size, by default the whole centre."""
         return Streamed(self, size, crop or "centre")
 
-    def classes_of(self, example: int) -> list[int]:
-        """The classes that an example has.
+    def read_classes(self, example: int) -> list[int]:
+        """Reads the classes of an example.
 
         Raises:
             ValueError, OSError: labels of pixels cannot be used.
@@ -136,10 +136,10 @@ class Source(abc.ABC):
         return self._arrays[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was read from the index."""
+        """The state without the content of the index."""
         read = functools.cached_property
-        own = (self.__dict__ | {"_arrays": {}}).items()
-        return {k: v for k, v in own if not isinstance(getattr(type(self), k, None), read)}
+        state = (self.__dict__ | {"_arrays": {}}).items()
+        return {k: v for k, v in state if not isinstance(getattr(type(self), k, None), read)}
 
 
 def write_index(
@@ -149,7 +149,7 @@ def write_index(
     names: Sequence[str],
     class_names: Sequence[str],
     arrays: Mapping[str, np.ndarray] | None = None,
-    **about: Any,
+    **entries: Any,
 ) -> None:
     """Writes an index into an existing folder.
 
@@ -158,13 +158,13 @@ def write_index(
         labels: [n], or [n, M] padded with -1.
         names: of the examples.
         class_names: in the order of the labels.
-        arrays: of the source's own, by file name.
-        **about: name, split, and other entries of about.json.
+        arrays: further arrays of the source, by file name.
+        **entries: name, split, and other entries of about.json.
 
     Raises:
-        ValueError: there are no images, a label is no class, or a name is not in UTF-8.
+        ValueError: there are no images, a label is not a class, or a name is not in UTF-8.
     """
-    labels, name = np.asarray(labels), about["name"]
+    labels, name = np.asarray(labels), entries["name"]
     low, high = labels.min(initial=0), labels.max(initial=-1)
     if not len(labels) or low < 1 - labels.ndim or high >= len(class_names):
         raise ValueError(
@@ -182,17 +182,17 @@ def write_index(
     } | dict(arrays or {})
     for file, array in arrays.items():
         np.save(folder / file, array)
-    text = json.dumps(about | {"class_names": list(class_names)}, indent=1) + "\n"
+    text = json.dumps(entries | {"class_names": list(class_names)}, indent=1) + "\n"
     (folder / "about.json").write_text(text)
 
 
-def cached_index(kind: str, key: str, write: Callable[[Path], None]) -> Path:
-    """A folder of the cache with the index of what the key describes: whole, or not at all.
+def cache_index(kind: str, key: str, write: Callable[[Path], None]) -> Path:
+    """Returns the cache folder with the index for a key; it is created completely, or not at all.
 
     Args:
         kind: of the source.
-        key: changes with what is indexed.
-        write: fills a new folder, where there is none yet.
+        key: changes with the indexed content.
+        write: fills a new folder, if none exists.
     """
     place = cache_folder() / kind / hashlib.sha256(key.encode()).hexdigest()[:32]
     if not place.is_dir():
@@ -209,7 +209,7 @@ class BadImages(ValueError):
 
 
 class BadSet(BadImages):
-    """Too many images of a set cannot be used, with `bad_images="skip"` neither."""
+    """Too many images of a set cannot be used, even with `bad_images="skip"`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,9 +282,9 @@ class Streamed:
     def protocol(self) -> str:
         """A description of crop and resizing, for the protocol of an evaluation."""
         text = f"{self.crop} of each image, resized whole and with antialiasing"
-        about = self.source.about
-        if "resized" in about:
-            text += f"; images packed beforehand: {about['resized']} ({about['interpolation']})"
+        entries = self.source.about
+        if "resized" in entries:
+            text += f"; images packed beforehand: {entries['resized']} ({entries['interpolation']})"
         return text
 
     @property
@@ -295,16 +295,16 @@ class Streamed:
     def fingerprint(self) -> str:
         """Size of the images; number, classes, labels and names of their files; and a checksum.
 
-        The latter is of the names of classes, the sizes of all files, and the content of up to 256
-        images, evenly spaced. It stands at the end: runs of earlier versions have a fingerprint
-        without it.
+        The checksum covers the names of classes, the sizes of all files, and the content of up to
+        256 images, evenly spaced. It is last, because fingerprints of earlier versions end before
+        it.
         """
         count = len(self.labels)
 
         def checksum(example: int) -> int:
             try:
                 return zlib.crc32(bytes(self.source.read(example)))
-            except (ValueError, OSError):  # training names it, or skips it
+            except (ValueError, OSError):  # training reports it, or skips it
                 return 0
 
         with ThreadPoolExecutor() as pool:
@@ -338,7 +338,7 @@ class Streamed:
     def example(
         self, example: int, crop: Crop | None = None, draw: int = 0
     ) -> dict[str, np.ndarray]:
-        """An image with its labels, `image` and `label`. Arguments and errors as of `read`."""
+        """An image with its labels, `image` and `label`. Arguments and errors as in `read`."""
         return {"image": self.read(example, crop, draw), "label": self.labels[example]}
 
     @contextlib.contextmanager

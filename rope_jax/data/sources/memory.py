@@ -49,7 +49,7 @@ class Images:
     classes: int
     in_memory: ClassVar[bool] = True
     labels_of: ClassVar[str] = "images"  # or "pixels", "boxes"
-    one_size: ClassVar[bool] = True  # whether all examples have the same size
+    one_size: ClassVar[bool] = True  # all examples have the same size
     class_names: ClassVar[None] = None
     competing: ClassVar[None] = None
     note: ClassVar[str] = ""
@@ -107,7 +107,7 @@ class Images:
     def example(
         self, example: int, crop: Crop | None = None, draw: int = 0
     ) -> dict[str, np.ndarray]:
-        """An image with its labels, `image` and `label`. Arguments as of `read`."""
+        """An image with its labels, `image` and `label`. Arguments as in `read`."""
         return {"image": self.read(example, crop, draw), "label": self.labels[example]}
 
     @property
@@ -124,7 +124,7 @@ class Images:
 
 
 def load_digits(split: str) -> tuple[Float[np.ndarray, "n 8 8"], Int32[np.ndarray, " n"]]:
-    """Scikit-learn's digits, values 0 to 16, and their labels; every fifth is of the test split."""
+    """Scikit-learn's digits, values 0 to 16, and their labels; every fifth is a test image."""
     try:
         from sklearn import datasets
     except ModuleNotFoundError:
@@ -133,8 +133,8 @@ def load_digits(split: str) -> tuple[Float[np.ndarray, "n 8 8"], Int32[np.ndarra
             "pip install 'rope_jax[demo]', or use images of another source"
         ) from None
     stored = datasets.load_digits()
-    chosen = (np.arange(len(stored.target)) % 5 == 0) == (split == "test")
-    return stored.images[chosen], stored.target[chosen].astype(np.int32)
+    in_split = (np.arange(len(stored.target)) % 5 == 0) == (split == "test")
+    return stored.images[in_split], stored.target[in_split].astype(np.int32)
 
 
 def _digits(path: None, split: str) -> Images:
@@ -167,7 +167,7 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
             magic, *shape = np.frombuffer(file.read(4 + 4 * dimensions), ">u4").tolist()
             if magic != 0x800 + dimensions:
                 raise ValueError(f"its header is not that of bytes in {dimensions} dimensions")
-            # Not one more than one byte too many, however well they were compressed.
+            # Reads at most one excess byte, however well the content is compressed.
             content = np.frombuffer(file.read(math.prod(shape) + 1), np.uint8)
             return content.reshape(shape)
     except _UNREADABLE as error:
@@ -203,13 +203,13 @@ def _read_labels(read: Callable[[str], np.ndarray], split: str, path: str) -> np
     if labels.dtype.kind not in "iu":
         raise ValueError(f"{path}: labels are {labels.dtype}; {allowed}")
     least, most = labels.min(initial=0), labels.max(initial=0)
-    if most >= MAX_CLASSES or least <= -MAX_CLASSES:  # others are looked at with the images
+    if most >= MAX_CLASSES or least <= -MAX_CLASSES:  # others are checked with the images
         raise ValueError(f"{path}: labels are at least {least} and at most {most}; {allowed}")
     return labels.astype(np.int32)
 
 
 def _as_rgb(images: np.ndarray) -> np.ndarray:
-    """Grey images, [n, H, W] or [n, H, W, 1], with three colours; others as they are."""
+    """Converts grey images, [n, H, W] or [n, H, W, 1], to three colours; returns others as is."""
     grey = images[..., None] if images.ndim == 3 else images
     return np.repeat(grey, 3, axis=3) if grey.shape[3:] == (1,) else grey
 

@@ -1,16 +1,16 @@
 """Images decoded and resized in advance by `python -m rope_jax.data.prepare`.
 
-Reading one is a copy from a file. PATH/train/ and PATH/test/ each hold an index
-(`rope_jax.data.sources.index`) and beside it:
+An image is copied from a file. PATH/train/ and PATH/test/ each hold an index
+(`rope_jax.data.sources.index`) and these files:
 
-    images-00000.bin, ...   uint8 pixels [h, w, 3] of one image after the other, in index order
+    images-00000.bin, ...   uint8 pixels [h, w, 3] of all images, in index order
     shapes.npy              int32 [n, 2]: (h, w)
     about.json              also `format` 2, `resized` (in words), `interpolation`, `skipped`, bytes
                             and sha256 of the arrays' `files`, and file, examples, bytes and sha256
                             of the `shards`
 
-The arrays are compared with their checksums whenever a set is opened, the shards, which are large,
-by `python -m rope_jax.data.verify`.
+The arrays are compared with their checksums whenever a set is opened; the large shards only by
+`python -m rope_jax.data.verify`.
 """
 
 import bisect
@@ -56,7 +56,7 @@ class Packed(Source):
                 "prepare it again"
             )
         try:
-            changed = self._changed()
+            changed = self._find_changed()
         except (KeyError, TypeError, AttributeError):
             changed = ["about.json"]
         if changed:
@@ -65,8 +65,8 @@ class Packed(Source):
                 "prepare the set again"
             )
 
-    def _changed(self) -> list[str]:
-        """Names of the files that are not as `about.json` says; of shards the lengths count."""
+    def _find_changed(self) -> list[str]:
+        """Finds the files that differ from `about.json`; shards are compared by length only."""
         arrays, shards = self.about["files"].items(), self.about["shards"]
         sizes = {x["file"]: (self.index / x["file"]).stat().st_size for x in shards}
         changed = [x["file"] for x in shards if sizes[x["file"]] != x["bytes"]]
@@ -93,7 +93,7 @@ class Packed(Source):
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return f"{super().fingerprint()} content {digest[:16]}"
 
-    def damaged(self) -> list[str]:
+    def damaged_files(self) -> list[str]:
         """Names of the shards whose content has changed since."""
         return [
             shard["file"]
@@ -112,7 +112,7 @@ class Packed(Source):
 
     @functools.cached_property
     def _shards(self) -> list[int]:
-        """Descriptors of the files. Not mapped: one that is cut would kill the process (SIGBUS)."""
+        """Descriptors of the files. Not mapped: a cut file would kill the process (SIGBUS)."""
         files = [self.index / shard["file"] for shard in self.about["shards"]]
         descriptors = [os.open(file, os.O_RDONLY) for file in files]
         for descriptor in descriptors:

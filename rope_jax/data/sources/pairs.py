@@ -1,7 +1,7 @@
-"""Image files with a PNG of the classes of their pixels: ADE20k and folders of one's own.
+"""Image files with a PNG of the classes of their pixels: ADE20k and custom folders.
 
-A PNG of classes is grey: its values are numbers of classes. One with a palette or with colours is
-refused, because it does not tell which numbers are meant.
+A PNG of classes is grey: its values are class ids. One with a palette or with colours is rejected,
+because its class ids are ambiguous.
 """
 
 import functools
@@ -20,7 +20,7 @@ from PIL import Image
 from rope_jax.data.images.augment import Augmentation, parse_crop
 from rope_jax.data.images.decode import EncodedImage, decode_image
 from rope_jax.data.images.joint import IGNORED, crop_both
-from rope_jax.data.sources.folder import ENDINGS, Files, listed
+from rope_jax.data.sources.folder import ENDINGS, Files, list_names
 from rope_jax.data.sources.index import Streamed
 from rope_jax.system.files import open_regular, read_regular
 
@@ -50,7 +50,7 @@ class StreamedMaps(Streamed):
         return f"{super().protocol}; labels resized by the nearest pixel"
 
     def original(self, example: int) -> tuple[UInt8[np.ndarray, "h w 3"], UInt8[np.ndarray, "h w"]]:
-        """An image as it is stored, and the classes of its pixels; 255 for none.
+        """A stored image and the classes of its pixels; 255 for none.
 
         Raises:
             BadImages: the image or its labels cannot be used; the message names them.
@@ -68,7 +68,7 @@ class StreamedMaps(Streamed):
 
 
 class Masks(Files):
-    """Images in path/train/ and path/test/ (or path/val/), each NAME.jpg with NAME.png beside it.
+    """Images NAME.jpg in path/train/ and path/test/ (or path/val/), with NAME.png next to each.
 
     The names of the classes are the lines of path/classes.txt.
 
@@ -81,7 +81,7 @@ class Masks(Files):
         ValueError: labels without an image, or an image without labels.
 
     Attributes:
-        first: the value of the first class; below it is no class.
+        first: the value of the first class; lower values are no class.
     """
 
     labels_of = "pixels"
@@ -97,13 +97,13 @@ class Masks(Files):
     def _write(
         self, path: str, split: str, images: Path, labels: Path, class_names: Sequence[str]
     ) -> None:
-        """The index of the images and labels in two folders, relative to the path."""
+        """Writes the index of the images and labels in two folders, relative to the path."""
         self._labels = labels
-        names = [f"{images.as_posix()}/{name}" for name in _paired(Path(path), images, labels)]
-        about = {"name": Path(path).resolve().name, "split": split}
-        super().__init__(Path(path), names, np.zeros(len(names), int), class_names, **about)
+        names = [f"{images.as_posix()}/{name}" for name in _pair_files(Path(path), images, labels)]
+        identity = {"name": Path(path).resolve().name, "split": split}
+        super().__init__(Path(path), names, np.zeros(len(names), int), class_names, **identity)
 
-    def streamed(self, size: tuple[int, int], crop: str | None = None) -> StreamedMaps:
+    def stream(self, size: tuple[int, int], crop: str | None = None) -> StreamedMaps:
         return StreamedMaps(self, size, crop or "centre")
 
     def label_file(self, example: int) -> Path:
@@ -118,8 +118,8 @@ class Masks(Files):
             size: (height, width) of the image.
 
         Raises:
-            ValueError: the file is no such PNG, has another size than the image or a value that is
-                not of a class; the message names it.
+            ValueError: the file is not such a PNG, has another size than the image or a value
+                without a class; the message names it.
         """
         path = self.label_file(example)
         values = read_grey(path)
@@ -129,11 +129,11 @@ class Masks(Files):
                 f"{self.example_name(example)} {size[0]}x{size[1]}: both must have the same size"
             )
         values = values - np.uint8(self.first)  # below it is 255
-        there = values[values != IGNORED]
-        if there.size and there.max() >= len(self.class_names):
+        labelled = values[values != IGNORED]
+        if labelled.size and labelled.max() >= len(self.class_names):
             last = len(self.class_names) - 1 + self.first
             raise ValueError(
-                f"{path} has the value {there.max() + self.first}, which is none of its "
+                f"{path} has the value {labelled.max() + self.first}, which is none of its "
                 f"{len(self.class_names)} classes: values are {self.first} to {last}, and "
                 f"{(IGNORED + self.first) % 256} for no class"
             )
@@ -154,7 +154,7 @@ class Masks(Files):
             np.array(sums, np.uint32).tobytes(), zlib.crc32(repr(self.class_names).encode())
         )
 
-    def classes_of(self, example: int) -> list[int]:
+    def read_classes(self, example: int) -> list[int]:
         width, height = EncodedImage(self.read(example)).size
         values = np.unique(self.classes(example, (height, width)))
         return values[values != IGNORED].tolist()
@@ -170,13 +170,13 @@ class Masks(Files):
             return None
         if image.orientation != 1:
             return (
-                f"{self.example_name(example)} is stored turned (Exif orientation "
-                f"{image.orientation}), and its labels may not be: store it upright"
+                f"{self.example_name(example)} has an Exif rotation (orientation "
+                f"{image.orientation}), which its labels may lack: store it without one"
             )
         try:
             self.classes(example, image.size[::-1])
-        except ValueError as found:
-            return str(found)
+        except ValueError as error:
+            return str(error)
         return None
 
 
@@ -222,22 +222,24 @@ def _lines(path: Path) -> list[str]:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from error
     if not all(lines) or not lines:
         raise ValueError(
-            f"{path} has an empty line: it lists the classes one a line, the first is class 0"
+            f"{path} has an empty line: it lists one class per line, the first is class 0"
         )
     return lines
 
 
-def _paired(root: Path, images: Path, labels: Path) -> list[str]:
-    """The sorted names of the images, each of which has labels."""
-    found = [n for n in listed(root / images, folders=False) if Path(n).suffix.lower() in _IMAGES]
-    if not found:
+def _pair_files(root: Path, images: Path, labels: Path) -> list[str]:
+    """Lists the images, sorted, and checks that each has labels."""
+    names = [
+        n for n in list_names(root / images, folders=False) if Path(n).suffix.lower() in _IMAGES
+    ]
+    if not names:
         raise FileNotFoundError(f"{root / images} has no images ({', '.join(_IMAGES)})")
-    stems = Counter(Path(name).stem for name in found)
-    maps = Counter(n[:-4] for n in listed(root / labels, folders=False) if n.endswith(".png"))
+    stems = Counter(Path(name).stem for name in names)
+    maps = Counter(n[:-4] for n in list_names(root / labels, folders=False) if n.endswith(".png"))
     if unpaired := sorted((stems - maps) + (maps - stems)):
         name = unpaired[0]
         raise ValueError(
-            f"{root / images / name} and {root / labels / name}.png are no pair: there must be one "
-            f"image ({', '.join(_IMAGES)}) and one PNG of labels of each name"
+            f"{root / images / name} and {root / labels / name}.png do not match: there must be "
+            f"one image ({', '.join(_IMAGES)}) and one PNG of labels of each name"
         )
-    return found
+    return names

@@ -25,8 +25,8 @@ COUNTS = {"train": 2000, "test": 200}  # scenes of a split
 CLASS_NAMES = ("background", *map(str, range(10)))
 _SIDES = (12, 24)  # of digits, in pixels
 _NUMBER = (2, 6)  # of digits on 64 x 64 pixels
-_HIDDEN = 0.3  # most of a digit that later ones may hide
-_TRIES = 20  # places for a digit, which is left out where all of them hide too much
+_HIDDEN = 0.3  # largest fraction of a digit that later ones may hide
+_TRIES = 20  # places for a digit, which is left out if all of them hide too much
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,29 +98,29 @@ def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
         size: (height, width) in pixels.
         seed: of the set; runs of all seeds have that of seed 0.
     """
-    drawn = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
-    images, labels = np.stack([s.image for s in drawn]), np.stack([s.labels for s in drawn])
+    scenes = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
+    images, labels = np.stack([s.image for s in scenes]), np.stack([s.labels for s in scenes])
     return LabelMaps(images, labels, "scenes", split, len(CLASS_NAMES), CLASS_NAMES)
 
 
 def load_scene_boxes(split: str, size: tuple[int, int], seed: int = 0) -> BoxImages:
     """Scenes with a box around the visible part of each digit; classes are the digits.
 
-    Arguments as of `load_scenes`.
+    Arguments as in `load_scenes`.
     """
-    drawn = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
-    masks = [mask for scene in drawn for mask in scene.masks]
-    count = len(drawn)
+    scenes = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
+    masks = [mask for scene in scenes for mask in scene.masks]
+    count = len(scenes)
     annotations = Annotations(
         sizes=np.full((count, 2), size, np.int32),
-        ends=np.cumsum([len(scene.digits) for scene in drawn]),
+        ends=np.cumsum([len(scene.digits) for scene in scenes]),
         boxes=np.array([mask_box(mask) for mask in masks], np.float64).reshape(-1, 4),
-        labels=np.concatenate([scene.digits for scene in drawn]),
+        labels=np.concatenate([scene.digits for scene in scenes]),
         crowd=np.zeros(len(masks), bool),
         area=np.array([mask.sum() for mask in masks], np.float64),
     )
-    about = ("scenes", split, 10, CLASS_NAMES[1:], annotations)
-    return BoxImages(np.stack([s.image for s in drawn]), np.zeros(count, np.int32), *about)
+    entries = ("scenes", split, 10, CLASS_NAMES[1:], annotations)
+    return BoxImages(np.stack([s.image for s in scenes]), np.zeros(count, np.int32), *entries)
 
 
 def mask_box(mask: Bool[np.ndarray, "H W"]) -> tuple[int, int, int, int]:
@@ -152,9 +152,9 @@ def draw_scene(split: str, index: int, size: tuple[int, int], seed: int = 0) -> 
     stream = f"scene {split} {height}x{width}"
     counter = np.array([0, 0, 0, zlib.crc32(stream.encode())], np.uint64)
     bits = np.random.Philox(key=np.array([seed, index], np.uint64), counter=counter)
-    one = _uniform(bits)
-    ground = np.array([60 + 140 * next(one) for _ in range(3)])
-    slopes = [120 * next(one) - 60 for _ in range(2)]
+    numbers = _uniform(bits)
+    ground = np.array([60 + 140 * next(numbers) for _ in range(3)])
+    slopes = [120 * next(numbers) - 60 for _ in range(2)]
     rows, columns = (np.linspace(-0.5, 0.5, n) for n in size)
     ramp = slopes[0] * rows[:, None] + slopes[1] * columns
     image = ground + ramp[..., None] + 6 * _normal(bits, (height, width, 3))
@@ -162,17 +162,17 @@ def draw_scene(split: str, index: int, size: tuple[int, int], seed: int = 0) -> 
     digits, masks = [], np.zeros((0, height, width), bool)
     areas, visible = np.zeros((2, 0), int)
     low, high = _NUMBER
-    wanted = (low + int((high - low + 1) * next(one))) * height * width / 64**2
-    for _ in range(max(1, round(wanted))):
-        number = int(next(one) * len(labels))
-        side = _SIDES[0] + int(next(one) * (min(_SIDES[1], *size) - _SIDES[0] + 1))
-        ink = _resized(inks[number], side)
-        colour = np.array([255 * next(one) for _ in range(3)])
-        channel = int(3 * next(one))
-        away = 70 if ground[channel] < 128 else -70
-        colour[channel] = ground[channel] + away
+    count = (low + int((high - low + 1) * next(numbers))) * height * width / 64**2
+    for _ in range(max(1, round(count))):
+        number = int(next(numbers) * len(labels))
+        side = _SIDES[0] + int(next(numbers) * (min(_SIDES[1], *size) - _SIDES[0] + 1))
+        ink = _resize(inks[number], side)
+        colour = np.array([255 * next(numbers) for _ in range(3)])
+        channel = int(3 * next(numbers))
+        offset = 70 if ground[channel] < 128 else -70
+        colour[channel] = ground[channel] + offset
         for _ in range(_TRIES):
-            top, left = (int(next(one) * (n - side + 1)) for n in size)
+            top, left = (int(next(numbers) * (n - side + 1)) for n in size)
             box = (slice(top, top + side), slice(left, left + side))
             hidden = (masks[:, *box] & (ink > 0.5)).sum(axis=(1, 2))
             if (visible - hidden >= (1 - _HIDDEN) * areas).all():
@@ -195,7 +195,7 @@ def _digits(split: str) -> tuple[Float[np.ndarray, "n 8 8"], Int32[np.ndarray, "
     return ink / 16, labels
 
 
-def _resized(ink: Float[np.ndarray, "8 8"], side: int) -> Float[np.ndarray, "s s"]:
+def _resize(ink: Float[np.ndarray, "8 8"], side: int) -> Float[np.ndarray, "s s"]:
     picture = Image.fromarray(ink.astype(np.float32))
     return np.clip(np.asarray(picture.resize((side, side), Image.Resampling.BICUBIC)), 0, 1)
 

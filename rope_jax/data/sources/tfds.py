@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_jax.data.sources.index import Source, cached_index, write_index
+from rope_jax.data.sources.index import Source, cache_index, write_index
 from rope_jax.system.files import open_regular
 
 # Features with the name of an image's file, in order of preference.
@@ -21,12 +21,12 @@ class Tfds(Source):
     """One split of a prepared set with the features `image` and `label`.
 
     Examples are ordered by class and file name (the feature `file_name` or a similar one), as in a
-    class folder, or else in storage order. Labels are the set's own; they agree with those of a
+    class folder, otherwise in storage order. Labels are the set's own; they agree with those of a
     class folder if the set's classes are in the order of their names, as ImageNet's are. To find
     the order, every record is read once; the order is kept in the cache folder.
 
     Args:
-        path: the folder of a version of the set, as ~/tensorflow_datasets/imagenet2012/5.1.0.
+        path: the folder of a version of the set: ~/tensorflow_datasets/imagenet2012/5.1.0.
         split: "train" or "test"; the latter is the split "validation" if there is one.
 
     Raises:
@@ -54,7 +54,7 @@ class Tfds(Source):
         facts = (info.num_examples, info.num_bytes, info.shard_lengths, builder.info.release_notes)
         key = " ".join(map(str, (2, self._path, stored, *facts)))
         write = functools.partial(self._write, builder=builder, split=split)
-        super().__init__(cached_index("tfds", key, write))
+        super().__init__(cache_index("tfds", key, write))
 
     def read(self, example: int) -> bytes:
         return self._records[int(self.array("places.npy")[example])]["image"]

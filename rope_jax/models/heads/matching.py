@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax.system.sharding import gathered
+from rope_jax.system.sharding import gather
 
 
 def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M"]:
@@ -50,4 +50,4 @@ def match_layers(costs: Float[Array, "R B M Q"], real: Bool[Array, "B M"]) -> In
     every device, because divided devices would wait for each other at each step.
     """
     match_batch = jax.vmap(jax.vmap(match), (0, None))
-    return gathered(match_batch(gathered(costs), gathered(real)))
+    return gather(match_batch(gather(costs), gather(real)))
