@@ -61,11 +61,12 @@ test: setup
 test-process: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
-# The products of many cases: most schemes on most backbones. CI runs one in six, others
-# for each commit; the last line says how to repeat it, as in
+# The products of many cases: most schemes on most backbones. CI runs one in six, others for each
+# commit; the last line of its output says how to repeat it, as in
 #     make test-slow ARGS='--sample=6 --sample-seed=COMMIT'
-# Three workers, because some cases wait for programs that they start. Apart are those whose programs must be compiled as users compile them
-# (tests/conftest.py): two that must round alike, and one that runs for many steps.
+# Three workers, because some cases wait for programs that they start. Cases whose programs must be
+# compiled as users compile them (tests/conftest.py) run separately: those that must round alike,
+# and one that runs for many steps.
 OPTIMIZED = bit_for_bit or dino_learns
 test-slow: setup
 	$(RUN) -m pytest -n 3 --dist worksteal --durations=30 -m slow -k "not ($(OPTIMIZED))" $(ARGS)
