@@ -26,6 +26,7 @@ import pathlib
 from typing import Annotated, Any
 
 from rope_jax.commands.arguments import Argument, CommandParser, add_model_arguments, command_parser
+from rope_jax.commands.weights import scores
 from rope_jax.config import ConfigError, blame
 from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
@@ -154,6 +155,8 @@ def _evaluate(args: argparse.Namespace) -> None:
         print(results_table(rows))
         if class_score(rows[0]) is not None:
             print(f"\n{class_table(rows)}")
+        if loaded.released is not None:
+            print(f"\npublished of these weights, in percent: {scores(loaded.released)}")
         print(f"\nrows: {out}")
 
 

@@ -16,6 +16,7 @@ from rope_jax.system.files import file_sha256
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, load_pretrained
 from rope_jax.weights.create import create_model
+from rope_jax.weights.released import ReleasedWeights, find_weights
 
 # Arguments that belong to a WORKDIR, and to --model.
 _OF_RUNS = ("step",)
@@ -39,6 +40,7 @@ class LoadedModel:
         weights: description of the weights' origin, for reports.
         step: of the checkpoint, or None.
         sha256: of the weights file or the checkpoint's manifest, or None without either.
+        released: the published weights that it has, or None.
     """
 
     model: nnx.Module
@@ -51,6 +53,7 @@ class LoadedModel:
     weights: str
     step: int | None = None
     sha256: str | None = None
+    released: ReleasedWeights | None = None
 
     @property
     def title(self) -> str:
@@ -109,7 +112,11 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
     for path in (arguments.model, arguments.weights):
         if path is not None and pathlib.Path(path, "checkpoints").is_dir():
             raise ConfigError(f"{path} is the workdir of a run: name it alone, without --model")
-    seed, size = arguments.seed or 0, arguments.image_size
+    seed, size, released = arguments.seed or 0, arguments.image_size, None
+    if arguments.pretrained is not None:
+        settings = {"position": arguments.position, "head": arguments.head}
+        with blame("--pretrained"):
+            released = find_weights(arguments.model, arguments.pretrained, **settings)
     dtype, options = jnp.dtype(arguments.dtype or "float32"), model_overrides(arguments.options)
     with blame("--model"):
         model = create_model(
@@ -125,10 +132,8 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         )
     saved = model.name != arguments.model  # --model names weights
     weights = arguments.model if saved else f"fresh, seed {seed}"
-    if arguments.pretrained is not None:
-        weights = "published"
-        if arguments.pretrained is not True:
-            weights += f", {arguments.pretrained}"
+    if released is not None:
+        weights = released.tag
     if saved and arguments.weights is not None:
         raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
     if arguments.weights is not None:
@@ -157,6 +162,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         None,
         weights,
         sha256=_sha256(weights),
+        released=released,
     )
 
 
