@@ -22,7 +22,8 @@ from rope_jax.runs.loading import load_model
 from rope_jax.runs.restore import start_from
 from rope_jax.weights import list_weights
 from rope_jax.weights.convert import SOURCES
-from rope_jax.weights.released import find_weights
+from rope_jax.weights.files import WeightsFile
+from rope_jax.weights.released import find_weights, listed_file
 from tests.models.small import some_slow
 from tests.refusals import expect_refusal
 from tests.weights.hub import serve
@@ -109,6 +110,8 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
     small = {name: SMALL[name] for name in ("width", "heads", "depth", "num_classes")}
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert (model.image_size, model.preprocessing.crop) == ((384, 384), 0.875)
+    listed = listed_file("deit3_s16", "downloads/deit_3_small_224_21k.pth")
+    assert listed.complete(WeightsFile({}, {}.get)).preprocessing.crop == 1.0
     path = shutil.copy(FILE, tmp_path / "mine.pth")
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert model.image_size == (224, 224)
@@ -131,6 +134,10 @@ def test_a_file_behind_a_page_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"get ceit_tiny.*\.pth from https://drive.*save"):
         rope_jax.create_model("ceit_t", pretrained=True)
+    (tmp_path / "weights").mkdir()
+    shutil.copy(FILE, tmp_path / "weights" / "ceit_tiny_patch16_224.pth")
+    with find_weights("ceit_t", True).open() as file:
+        assert "head.weight" in file.shapes
 
 
 def test_training_and_commands_start_from_them(cached, capsys):
