@@ -67,7 +67,7 @@ def assert_refused(folder, message, **changes):
             {"data__augment": "resized_crop"},
             r"resized_crop changes images, but not .*\[--config.data.augment\]",
         ),
-        ({"data__on_device": True}, r"on_device=True .* set is none.*data.on_device\]"),
+        ({"data__on_device": True}, r"on_device=True .* set is not one.*data.on_device\]"),
         ({"eval__resolutions": (32,)}, r"eval.resolutions=\(32,\), but the images of set keep the"),
     ],
 )
