@@ -56,6 +56,8 @@ class _Tensor:
     strides: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if max(len(self.shape), len(self.strides)) > 16:  # tuples may be shared by many tensors
+            raise ValueError("a tensor has more than 16 axes")
         _check_numbers(self.offset, *self.shape, *self.strides)
         steps = zip(self.shape, self.strides, strict=True)
         last = self.offset + sum((size - 1) * stride for size, stride in steps)
@@ -71,8 +73,23 @@ class _Ignored:
 
 
 def _check_numbers(*numbers: Any) -> None:
-    if len(numbers) > 64 or not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a size, stride or offset is no natural number")
+
+
+def _rebuild_tensor(
+    storage: _Storage,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    requires_grad: bool,
+    hooks: Any,
+    flags: Any = None,
+) -> _Tensor:
+    del requires_grad, hooks
+    if flags:  # that the numbers stand for their negative or conjugate
+        raise ValueError("a tensor is a lazy view of another")
+    return _Tensor(storage, offset, shape, strides)
 
 
 _STORAGES = {
@@ -89,9 +106,9 @@ _STORAGES = {
 }
 _KNOWN = {
     "collections OrderedDict": lambda: {},
-    "torch Size": lambda sizes: tuple(sizes[:64]),
+    "torch Size": lambda sizes: tuple(sizes[:17]),
     "torch._utils _rebuild_tensor": _Tensor,
-    "torch._utils _rebuild_tensor_v2": lambda *arguments: _Tensor(*arguments[:4]),
+    "torch._utils _rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils _rebuild_parameter": lambda data, *_: data,
     "torch._utils _rebuild_parameter_with_state": lambda data, *_: data,
     **{f"torch {name}Storage": jnp.dtype(dtype) for name, dtype in _STORAGES.items()},
@@ -131,14 +148,15 @@ def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
             numbers = np.memmap(file, np.uint8, "r")
             for storage in {tensor.storage for tensor in tensors.values()}:
                 if offsets[storage.key] + storage.size > len(numbers):
-                    raise ValueError(f"storage {storage.key} ends after the file")
+                    raise ValueError(f"storage {storage.key[:20]} ends after the file")
 
         def read(name: str) -> np.ndarray:
             tensor = tensors[name]
             dtype = tensor.storage.dtype
             offset = offsets[tensor.storage.key] + tensor.offset * dtype.itemsize
             strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
-            return np.ndarray(tensor.shape, dtype, numbers, offset, strides)
+            with _blame(path):
+                return np.ndarray(tensor.shape, dtype, numbers, offset, strides)
 
         yield Npz({name: (x.shape, x.storage.dtype) for name, x in tensors.items()}, read)
 
@@ -170,7 +188,7 @@ def _read_zip(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
         content = _build(io.BytesIO(read("data.pkl")), storages)
         for storage in storages:
             if members[f"{folder}data/{storage.key}"].file_size < storage.size:
-                raise ValueError(f"storage {storage.key} has fewer than {storage.size} bytes")
+                raise ValueError(f"storage {storage.key[:20]} has fewer than {storage.size} bytes")
         return content, {storage.key: place(f"data/{storage.key}") for storage in storages}
 
 
@@ -187,10 +205,12 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
     by_key, offsets = {storage.key: storage for storage in storages}, {}
     keys, position = _build(pickles), pickles.tell()
     for key in keys:
+        if not isinstance(key, str) or key not in by_key:
+            raise ValueError("it lists a storage that no tensor has")
         file.seek(position)
         (count,) = struct.unpack("<q", file.read(8))
         if count != by_key[key].count:
-            raise ValueError(f"storage {key} has {count} numbers")
+            raise ValueError(f"storage {key[:20]} has {count} numbers")
         offsets[key] = position + 8
         position += 8 + by_key[key].size
     return content, offsets
@@ -267,8 +287,10 @@ def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
             case "GLOBAL":
                 stack.append(_known(value))
             case "STACK_GLOBAL":
-                name = stack.pop()
-                stack.append(_known(f"{stack.pop()} {name}"))
+                name, module = stack.pop(), stack.pop()
+                if not isinstance(name, str) or not isinstance(module, str):
+                    raise ValueError("a global name is no text")  # whose text may have no end
+                stack.append(_known(f"{module} {name}"))
             case "REDUCE" | "NEWOBJ":
                 call(stack.pop())
             case "BUILD":  # attributes, which nothing here needs
@@ -287,7 +309,8 @@ def _known(name: Any) -> Any:
     if name not in _KNOWN:
         raise ValueError(
             f"it needs {name.replace(' ', '.', 1)[:200]!r}, which no state dict does, and which is "
-            "not run; with PyTorch, load the file if you trust it, and save its state dict alone"
+            "not run; with PyTorch, load the file if you trust it, and save its state dict alone "
+            "and in float32"
         )
     return _KNOWN[name]
 
@@ -322,4 +345,5 @@ def _blame(path: str) -> Iterator[None]:
         struct.error,
         zipfile.BadZipFile,
     ) as error:
-        raise ValueError(f"{path} cannot be read as a file of torch.save: {error}") from None
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        raise ValueError(f"{path} cannot be read as a file of torch.save: {reason[:400]}") from None

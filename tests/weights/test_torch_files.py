@@ -100,7 +100,7 @@ def archive(content, storage=bytes(24), **options):
     return file.getvalue()
 
 
-def tensor(shape=(2, 3), strides=(3, 1), offset=0, count=6, key="0"):
+def tensor(shape=(2, 3), strides=(3, 1), offset=0, count=6, key="0", flags=b""):
     """A pickle of {"x": tensor}."""
     number = lambda n: b"J" + n.to_bytes(4, "little", signed=True)
     numbers = lambda row: b"(" + b"".join(map(number, row)) + b"t"
@@ -108,7 +108,23 @@ def tensor(shape=(2, 3), strides=(3, 1), offset=0, count=6, key="0"):
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
     storage += number(count) + b"tQ"
     rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(offset)
-    return b"\x80\x02}" + text("x") + rebuilt + numbers(shape) + numbers(strides) + b"tRs."
+    return (
+        b"\x80\x02}"
+        + text("x")
+        + rebuilt
+        + numbers(shape)
+        + numbers(strides)
+        + b"\x89}"
+        + flags
+        + b"tRs."
+    )
+
+
+def legacy(keys):
+    """A file of the older format without tensors and with these keys."""
+    magic, version = ((0x1950A86A20F9469CFC6C).to_bytes(10, "little"), b"\x80\x02M\xe9\x03.")
+    system = b"\x80\x02}X\x0d\x00\x00\x00little_endian\x88s."
+    return b"\x80\x02\x8a\x0a" + magic + b"." + version + system + b"\x80\x02}." + keys
 
 
 SIZE = b"ctorch\nSize\n"
@@ -118,6 +134,14 @@ HOSTILE = {
     "legacy function": (lambda m: pickle.dumps(Touch(m), protocol=2), "mknod"),
     "attribute": (lambda m: archive(b"\x80\x04\x8c\x02os\x8c\x06system\x93."), r"os\.system"),
     "builtin": (lambda m: archive(b"cbuiltins\neval\n."), r"builtins\.eval"),
+    "endless name": (
+        lambda m: archive(b"\x80\x04)q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b")\x93."),
+        "name is no text",
+    ),
+    "legacy key": (
+        lambda m: legacy(b"\x80\x02](" + b")" + b"\x85" * DEEP + b"e."),
+        "no tensor has",
+    ),
     "extension": (lambda m: archive(b"\x80\x02\x82\x01."), "EXT1"),
     "state": (lambda m: archive(b"\x80\x02\x8a\x0aQ."), "long1"),
     "called value": (lambda m: archive(b"\x80\x02K\x01)R."), "not callable"),
@@ -133,6 +157,7 @@ HOSTILE = {
     "offset": (lambda m: archive(tensor(offset=1)), "outside of its storage"),
     "negative": (lambda m: archive(tensor(strides=(-3, 1))), "natural number"),
     "strides": (lambda m: archive(tensor(strides=(3, 1, 1))), "longer than"),
+    "negated": (lambda m: archive(tensor(flags=b"}X\x03\x00\x00\x00neg\x88s")), "lazy view"),
     "compressed": (
         lambda m: archive(tensor(), compression=zipfile.ZIP_DEFLATED),
         "compressed",
