@@ -155,7 +155,7 @@ def list_weights(
     ['naver_in1k', 'rope_mixed_deit_small_patch16_LS']
 
     Args:
-        pattern: of the names of models, with *, ? and [...].
+        pattern: of the names of models, with `*`, `?` and `[...]`.
         position: of the models.
         paper: "heo", "thesis", ...: those that serve rows of its tables or figures.
 
