@@ -123,7 +123,7 @@ class Description:
             str(entries["position"]),
             int(entries["num_classes"]),
             (height, width),
-            {name: _as_option(value) for name, value in dict(entries["options"]).items()},
+            {name: as_option(value) for name, value in dict(entries["options"]).items()},
             preprocessing,
             None if names is None else tuple(map(str, names)),
             tuple(map(str, entries["plugins"])),
@@ -133,6 +133,6 @@ class Description:
         )
 
 
-def _as_option(value: Any) -> Any:
+def as_option(value: Any) -> Any:
     """The value of an option, whose sequences are tuples."""
-    return tuple(map(_as_option, value)) if isinstance(value, list) else value
+    return tuple(map(as_option, value)) if isinstance(value, list) else value

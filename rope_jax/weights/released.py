@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rope_jax.models.description import Description, Preprocessing
+from rope_jax.models.description import Description, Preprocessing, as_option
 from rope_jax.models.registry import find_model
 from rope_jax.names.notation import parse
 from rope_jax.names.text import image_pair
@@ -131,8 +131,8 @@ def _released() -> tuple[ReleasedWeights, ...]:
         ReleasedWeights(
             **row
             | {
-                "options": {name: _as_tuple(value) for name, value in row["options"].items()},
-                "preprocessing": Preprocessing(**{k: _as_tuple(v) for k, v in how.items()}),
+                "options": {name: as_option(value) for name, value in row["options"].items()},
+                "preprocessing": Preprocessing(**{k: as_option(v) for k, v in how.items()}),
                 "published": tuple(row["published"]),
                 "paper_rows": tuple(row["paper_rows"]),
             }
@@ -140,10 +140,6 @@ def _released() -> tuple[ReleasedWeights, ...]:
         for row in json.loads(text)
         for how in [row["preprocessing"]]
     )
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def list_weights(
@@ -183,14 +179,15 @@ def find_weights(
     Args:
         model: its name.
         tag: of the weights; True for the default.
-        position: of the model; None for any with that tag, or the model's default.
+        position: of the model; None for that of the tag, or with True the model's default.
         head: of dense prediction, with options if any: weights of a classifier where there are none
             with it; None for weights of a classifier, or with a tag for any.
 
     Raises:
-        ValueError: there are none; the message names those that there are.
+        ValueError: there are none, or the tag is that of several positions; the message names those
+            that there are.
     """
-    default = find_model(model).position
+    default = find_model(model).position  # which refuses an unknown model
     if position is None and tag is True:
         position = default
     weights = list_weights(model, position=position)
@@ -202,6 +199,12 @@ def find_weights(
     fitting = [w for w in fitting if w.head == name] or fitting
     if not fitting:
         raise ValueError(_none_found(model, tag, position, weights))
+    positions = dict.fromkeys(w.position for w in fitting)
+    if len(positions) > 1:
+        raise ValueError(
+            f"pretrained={tag!r} of {model} are weights of several positions: add position=, one "
+            f"of {', '.join(positions)}"
+        )
     return fitting[0]
 
 

@@ -77,19 +77,11 @@ def _check_numbers(*numbers: Any) -> None:
         raise ValueError("a size, stride or offset is no natural number")
 
 
-def _rebuild_tensor(
-    storage: _Storage,
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-    flags: Any = None,
-) -> _Tensor:
-    del requires_grad, hooks
-    if flags:  # that the numbers stand for their negative or conjugate
+def _rebuild_tensor(*arguments: Any) -> _Tensor:
+    """A tensor of torch's storage, offset, shape, strides, requires_grad, hooks, perhaps flags."""
+    if any(arguments[6:]):  # that the numbers stand for their negative or conjugate
         raise ValueError("a tensor is a lazy view of another")
-    return _Tensor(storage, offset, shape, strides)
+    return _Tensor(*arguments[:4])
 
 
 _STORAGES = {

@@ -122,6 +122,7 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
     [
         ("deit3_s16", {"position": "rpb"}, "position='rpb'.*; there are some with ape, rope2d"),
         ("cat_5", {}, "no weights of cat_5 are public"),
+        ("deit3_s16", {"pretrained": "naver_in1k"}, "several positions.*one of rope2d, rope2d"),
         ("deit_ti16", {"pretrained": "fb_in2k"}, "'fb_in2k'.*; there are .*fb_in1k"),
     ],
 )
