@@ -64,7 +64,7 @@ FLOORS = {
     "rope_jax.data": ("names", f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets"),
     "rope_jax.models": ("positions", f"{ARRAYS} flax optax"),
     "rope_jax.config": ("names", "ml_collections"),
-    "rope_jax.weights": ("models", f"{ARRAYS} flax safetensors huggingface_hub pooch"),
+    "rope_jax.weights": ("models", f"{ARRAYS} flax safetensors huggingface_hub requests tqdm"),
     "rope_jax.tasks": ("config data models", f"{ARRAYS} flax optax pycocotools PIL"),
     "rope_jax.training": ("tasks weights", f"{ARRAYS} flax optax orbax tensorboardX"),
     "rope_jax.evaluate": ("training", f"{ARRAYS} flax PIL matplotlib"),

@@ -225,6 +225,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="published weights of --model and --position, or those with a tag: see `rope_jax "
         "weights`",
     )
+    add(
+        "--weights_dir",
+        help="folder with files of published weights; default: $ROPE_JAX_CACHE/weights",
+    )
     add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
     add("--head", help="of dense prediction, for --model: upernet(width=512)")
     add("--num_classes", type=Argument(CountOrZero), help="outputs of --model")

@@ -32,7 +32,14 @@ from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import rules
 from rope_jax.evaluate.evaluation import Evaluation
-from rope_jax.evaluate.results import class_score, class_table, read_evaluations, results_table
+from rope_jax.evaluate.results import (
+    Row,
+    class_score,
+    class_table,
+    main_score,
+    read_evaluations,
+    results_table,
+)
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import LoadedModel, load_model
@@ -152,12 +159,24 @@ def _evaluate(args: argparse.Namespace) -> None:
         rows = [evaluation(size=size).record(_identity(args, loaded), out) for size in sizes]
     if process_shard()[0] == 0:
         print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
-        print(results_table(rows))
+        print(results_table(rows, _published(loaded, rows[0])))
         if class_score(rows[0]) is not None:
             print(f"\n{class_table(rows)}")
         if loaded.released is not None:
             print(f"\npublished of these weights, in percent: {scores(loaded.released)}")
         print(f"\nrows: {out}")
+
+
+def _published(loaded: LoadedModel, row: Row) -> dict[int, float]:
+    """Published main scores of the weights by resolution, the default ones where there are two."""
+    score = {"ap": "box_ap"}.get(main_score(row), main_score(row))
+    if loaded.released is None or row["dataset"] != find_task(loaded.model).sets[0]:
+        return {}
+    return {
+        result["resolution"]: result[score] / 100
+        for result in reversed(loaded.released.published)
+        if {score, "resolution"} <= result.keys()
+    }
 
 
 def _identity(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:

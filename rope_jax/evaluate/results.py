@@ -136,7 +136,7 @@ def same_rows(results: dict[str, Any], planned: Sequence[Row]) -> bool:
     )
 
 
-def results_table(rows: Sequence[Row]) -> str:
+def results_table(rows: Sequence[Row], published: Mapping[int, float] | None = None) -> str:
     """Scores by resolution (and seed, and protocol), for a terminal.
 
     >>> print(results_table([{"resolution": [8, 12], "top1": 0.5, "top5": 1.0, "count": 360}]))
@@ -147,11 +147,16 @@ def results_table(rows: Sequence[Row]) -> str:
     Args:
         rows: where several are of one resolution and seed, a column has the words in which their
             protocols differ.
+        published: main scores that others published, by the side of square images; they get a
+            column.
     """
     columns = {"resolution": ["x".join(map(str, row["resolution"])) for row in rows]}
     for score, title in score_titles(rows[0]).items():
         if score in rows[0]:
             columns[title] = [format_score(row[score]) for row in rows]
+    if published:
+        sides = [h if h == w else 0 for h, w in (row["resolution"] for row in rows)]
+        columns["published"] = [format_score(published.get(side)) for side in sides]
     columns["images"] = [str(row["count"]) for row in rows]
     if "seed" in rows[0]:
         columns = {"seed": [str(row["seed"]) for row in rows]} | columns

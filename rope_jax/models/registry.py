@@ -131,7 +131,8 @@ def name_here(name: str) -> str | None:
 MODELS: Registry[Entry] = Registry("model", elsewhere=name_here, listed_by="rope_jax.list_models()")
 
 _ARGUMENTS = (
-    *("position", "num_classes", "image_size", "seed", "dtype", "pretrained", "head", "blocks"),
+    *("position", "num_classes", "image_size", "seed", "dtype", "pretrained", "weights_dir"),
+    *("head", "blocks"),
 )
 _NAMES = {  # arguments of timm's and Hugging Face's models -> those of `create_model`
     "img_size": "image_size",

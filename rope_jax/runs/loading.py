@@ -21,8 +21,8 @@ from rope_jax.weights.released import ReleasedWeights, find_weights
 # Arguments that belong to a WORKDIR, and to --model.
 _OF_RUNS = ("step",)
 _OF_MODELS = (
-    "position", "weights", "pretrained", "source", "head", "num_classes", "image_size", "options",
-    "dtype",
+    "position", "weights", "pretrained", "weights_dir", "source", "head", "num_classes",
+    "image_size", "options", "dtype",
 )  # fmt: skip
 
 
@@ -107,6 +107,8 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         raise ConfigError(
             f"--source={arguments.source} needs --weights: name them, or leave --source out"
         )
+    if arguments.weights_dir is not None and arguments.pretrained is None:
+        raise ConfigError("--weights_dir needs --pretrained: add it, or leave --weights_dir out")
     if None not in (arguments.weights, arguments.pretrained):
         raise ConfigError("--weights and --pretrained name two weights: leave one out")
     for path in (arguments.model, arguments.weights):
@@ -128,6 +130,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
             dtype=dtype,
             head=arguments.head,
             pretrained=False if arguments.pretrained is None else arguments.pretrained,
+            weights_dir=arguments.weights_dir,
             **options,
         )
     saved = model.name != arguments.model  # --model names weights

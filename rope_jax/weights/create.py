@@ -26,6 +26,7 @@ def create_model(
     seed: int = 0,
     dtype: Any = jnp.float32,
     pretrained: bool | str | os.PathLike | WeightsFile = False,
+    weights_dir: str | os.PathLike | None = None,
     head: str | None = None,
     blocks: Sequence[int] | None = None,
     **overrides: Any,
@@ -69,6 +70,8 @@ def create_model(
             too. Their position tables are resized by the scheme's rule. `model.preprocessing` then
             holds the preprocessing that they expect. Weights of a classifier are those of the
             backbone of a model with a `head`, whose other weights stay new.
+        weights_dir: folder that holds published weights under the names of their files, see
+            `ReleasedWeights.open`; None for the cache. What is not there is downloaded.
         head: of dense prediction, one of `rope_jax.models.heads.list_heads()`, with options if any:
             "upernet(width=512)"; None for a classifier.
         blocks: of an isotropic model, from 0, whose maps the head takes; None for the last one or,
@@ -98,7 +101,7 @@ def create_model(
     listed = None if pretrained is False else listed_file(name, pretrained)
     if names_released(pretrained):
         listed = find_weights(name, pretrained, position=position, head=head)
-        opened = listed.open()
+        opened = listed.open(weights_dir)
     else:
         opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
     with opened as file:

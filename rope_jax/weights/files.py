@@ -16,17 +16,17 @@ import numpy as np
 from rope_jax.models.description import Description, Preprocessing
 from rope_jax.system.npz import open_npz
 from rope_jax.weights.convert import SOURCES
+from rope_jax.weights.download import hub_file
 from rope_jax.weights.metadata import Metadata
 from rope_jax.weights.torch_files import open_torch
 
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that a repository has
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 # Of paths; a hub id may contain dots, too.
 EXTENSIONS = (".safetensors", ".npz", ".npy", ".pkl", *TORCH)
 _METADATA = "rope_jax"  # entry of a file's metadata that describes the model
-INSTALL = "install the extra: pip install 'rope_jax[hub]'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +123,10 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
 def _find(where: str) -> tuple[str, str | None]:
     """Path of a file, and the owner of the hub repository that it comes from."""
     if os.path.isdir(where):
-        path = os.path.join(where, _HUB_FILES[0])
+        path = os.path.join(where, HUB_FILES[0])
         if not os.path.isfile(path):
             raise FileNotFoundError(
-                f"pretrained={where!r} is a folder without {_HUB_FILES[0]}: name one that "
+                f"pretrained={where!r} is a folder without {HUB_FILES[0]}: name one that "
                 "rope_jax.save_pretrained wrote, or a file; rope_jax.create_model and "
                 "rope_jax.load_checkpoint open the WORKDIR of a run"
             )
@@ -134,35 +134,7 @@ def _find(where: str) -> tuple[str, str | None]:
     hub_id = re.fullmatch(r"([\w-][\w.-]*)/[\w-][\w.-]*", where)
     if os.path.exists(where) or not hub_id or os.path.splitext(where)[1] in EXTENSIONS:
         return where, None
-    return _download(where), hub_id[1].lower()
-
-
-def _download(name: str) -> str:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError(
-            f"pretrained={name!r} is a hub id, which needs huggingface_hub: {INSTALL}"
-        ) from error
-    for file in _HUB_FILES:
-        try:
-            return huggingface_hub.hf_hub_download(name, file)
-        except FileNotFoundError:  # the hub could not be reached
-            raise
-        except huggingface_hub.utils.EntryNotFoundError:
-            continue
-        except huggingface_hub.utils.GatedRepoError as error:
-            raise PermissionError(
-                f"pretrained={name!r} is a gated repository: accept its terms on the hub's page, "
-                "and log in by `hf auth login` or set HF_TOKEN"
-            ) from error
-        except huggingface_hub.utils.RepositoryNotFoundError as error:
-            raise FileNotFoundError(
-                f"pretrained={name!r}: the hub has no such repository, or it is private"
-            ) from error
-    raise FileNotFoundError(
-        f"pretrained={name!r}: the repository has none of {', '.join(_HUB_FILES)}"
-    )
+    return hub_file(where, HUB_FILES), hub_id[1].lower()
 
 
 def write_safetensors(
@@ -179,7 +151,7 @@ def write_safetensors(
     library = _safetensors()
     if not path.endswith(".safetensors"):
         os.makedirs(path, exist_ok=True)
-        path = os.path.join(path, _HUB_FILES[0])
+        path = os.path.join(path, HUB_FILES[0])
     entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
     temporary = f"{path}.tmp"
     try:
@@ -192,14 +164,12 @@ def write_safetensors(
 
 def _hub_preprocessing(name: str) -> Preprocessing | None:
     """The preprocessing in the config.json of a timm repository; None if there is none."""
-    import huggingface_hub
-
     try:
-        with open(huggingface_hub.hf_hub_download(name, "config.json"), encoding="utf-8") as file:
+        with open(hub_file(name, ["config.json"]), encoding="utf-8") as file:
             config = json.load(file)["pretrained_cfg"]
         mean, std = (tuple(map(float, config[key])) for key in ("mean", "std"))
         return Preprocessing(mean, std, float(config["crop_pct"]), str(config["interpolation"]))
-    except (FileNotFoundError, huggingface_hub.utils.EntryNotFoundError):
+    except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError):  # another library's names
         return None

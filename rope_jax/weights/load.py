@@ -154,6 +154,11 @@ def load_weights(
     usual = name_table(target, source).preprocessing
     model.preprocessing = (description and description.preprocessing) or file.preprocessing or usual
     report(model, plan, file_head, _epsilon(model, file) if plan.backbone else "")
+    if usual is not None and description is None and file.preprocessing is None:
+        print(
+            f"preprocessing: {usual.crop_notation}, mean={usual.mean}, std={usual.std}, assumed "
+            f"from the names of the weights, which are those of {source}"
+        )
     if description is not None and model.num_classes and not (plan.backbone or plan.new_head):
         model.class_names = description.class_names
 

@@ -19,7 +19,8 @@ from rope_jax.models.registry import find_model
 from rope_jax.names.notation import parse
 from rope_jax.names.text import image_pair
 from rope_jax.system.files import cache_folder
-from rope_jax.weights.files import EXTENSIONS, INSTALL, WeightsFile, open_weights
+from rope_jax.weights.download import download
+from rope_jax.weights.files import EXTENSIONS, HUB_FILES, WeightsFile, open_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +76,20 @@ class ReleasedWeights:
         )
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[WeightsFile]:
+    def open(self, folder: str | os.PathLike | None = None) -> Iterator[WeightsFile]:
         """Opens the file, which is downloaded into the cache if it is not there.
+
+        Args:
+            folder: where it is looked for first, under its name; that of a hub repository in a
+                folder of the repository's name: "vit_small_patch16_rope_224.naver_in1k/
+                model.safetensors".
 
         Raises:
             FileNotFoundError: it cannot be downloaded; the message says what to do.
             ImportError: the package that downloads it is not installed.
-            ValueError: it is not a file of weights.
+            ValueError: it is not a file of weights, or damaged.
         """
-        with open_weights(self._fetch()) as file:
+        with open_weights(self._fetch(folder)) as file:
             yield dataclasses.replace(
                 file, source=self.source, preprocessing=self.preprocessing, where=self.tag
             )
@@ -96,32 +102,22 @@ class ReleasedWeights:
             preprocessing=file.preprocessing or self.preprocessing,
         )
 
-    def _fetch(self) -> str:
-        """A hub id, or the path of the file in the cache."""
+    def _fetch(self, folder: str | os.PathLike | None) -> str:
+        """The path of the file in the folder or the cache, or a hub id."""
+        cache = cache_folder() / "weights"
+        repository = self.where.rpartition("/")[2]
+        names = [self.file] if self.file else [f"{repository}/{name}" for name in HUB_FILES]
+        for place in [cache] if folder is None else [pathlib.Path(folder), cache]:
+            if paths := [path for name in names for path in sorted(place.glob(name))]:
+                return str(paths[0])
         if self.file is None:
             return self.where
-        folder = cache_folder() / "weights"
-        if found := sorted(folder.glob(self.file)):
-            return str(found[0])
         if not self.where.endswith(self.file):
             raise FileNotFoundError(
-                f"{self.tag}: get {self.file} from {self.where} and save it in {folder}"
+                f"{self.tag}: get {self.file} from {self.where} and save it in {cache}"
             )
-        return _download(self.where, folder, self.file)
-
-
-def _download(url: str, folder: pathlib.Path, name: str) -> str:
-    try:
-        import pooch
-    except ImportError as error:
-        raise ImportError(f"{url} is downloaded by pooch: {INSTALL}") from error
-    try:
-        return pooch.retrieve(url, known_hash=None, fname=name, path=folder, progressbar=True)
-    except OSError as error:  # and all of requests' errors
-        raise FileNotFoundError(
-            f"{url} cannot be downloaded ({type(error).__name__}): try again, or save the file as "
-            f"{folder / name}"
-        ) from error
+        download(self.where, cache / self.file)
+        return str(cache / self.file)
 
 
 @functools.cache

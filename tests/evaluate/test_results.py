@@ -44,6 +44,13 @@ def test_rows_of_two_crops_are_distinguished():
     assert rows_by_line("ape", ROWS[:2]) == {"ape": ROWS[:2]}
 
 
+def test_published_scores_are_beside_those_of_their_resolution():
+    rows = [*ROWS[:2], ROWS[0] | {"resolution": [8, 16]}]
+    header, _, *lines = map(str.split, results_table(rows, {8: 0.809, 16: 0.7}).splitlines())
+    column = header.index("published")
+    assert [line[column] for line in lines] == ["0.8090", "-", "-"]
+
+
 def test_detection_scores_are_listed_with_dashes_for_none():
     row = {"resolution": [64, 64], "ap": 0.25, "ap50": 0.5, "ap75": 0.125, "ap_small": 0.25}
     row |= {"ap_medium": None, "ap_large": None, "count": 200, "class_ap": [0.25, None]}

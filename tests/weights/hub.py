@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import http.server
 import pathlib
+import re
 import threading
 
 REVISION = "0" * 40
@@ -13,9 +14,9 @@ MARKS = {"gated": (401, "GatedRepo")}
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        owner, name, *inside = self.path.strip("/").split("?")[0].split("/")
-        repository = self.server.folder / owner / name
-        file = repository.joinpath(*inside[2:])
+        parts = self.path.strip("/").split("?")[0].split("/")  # owner, name, "resolve", "main", ...
+        repository = self.server.folder.joinpath(*parts[:2])
+        file = repository.joinpath(*parts[4:])
         if not repository.is_dir():
             self.reply(401, {"X-Error-Code": "RepoNotFound"})
         elif marked := [MARKS[mark] for mark in MARKS if (repository / mark).exists()]:
@@ -24,11 +25,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif not file.is_file():
             self.reply(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": REVISION})
         else:
-            content = file.read_bytes()
-            tag = hashlib.sha256(content).hexdigest()
-            self.reply(200, {"ETag": f'"{tag}"', "X-Repo-Commit": REVISION}, content)
+            self.send_part(file.read_bytes())
 
     do_HEAD = do_GET  # noqa: N815
+
+    def send_part(self, content):
+        """Answers with a file, or its end if the request asks for that and the server has parts."""
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": REVISION}
+        asked = self.server.parts and re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(asked[1]) if asked else 0
+        self.server.starts.append(start)
+        if start and start >= len(content):
+            return self.reply(416, headers)
+        self.reply(206 if asked else 200, headers, content[start:])
 
     def reply(self, status, headers, content=b""):
         self.send_response(status)
@@ -36,17 +45,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, str(value))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            self.wfile.write(content[: self.server.cut])
+            self.server.cut = None
 
     def log_message(self, *arguments):
         """Nothing is printed."""
 
 
 @contextlib.contextmanager
-def serve(folder):
-    """Serves folder/OWNER/NAME/FILE at the address that it returns, until the block ends."""
+def serve(folder, *, parts=True, cut=None):
+    """Serves folder/OWNER/NAME/FILE at the `url` of the server that it returns.
+
+    Args:
+        folder: of the files.
+        parts: whether files are also served from a place in them on.
+        cut: bytes after which the first answer ends; None for all.
+    """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        server.folder = pathlib.Path(folder)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        server.folder, server.parts, server.cut = pathlib.Path(folder), parts, cut
+        server.starts = []  # of the files' parts that were sent
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        yield server
         server.shutdown()

@@ -5,8 +5,6 @@ import dataclasses
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -165,65 +163,35 @@ def test_the_command_lists_them(capsys):
         command.main(["deit5*"])
 
 
-def test_files_are_downloaded_once(tmp_path, monkeypatch):
+def test_files_are_downloaded_once_unless_a_folder_has_them(tmp_path, monkeypatch):
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     folder = tmp_path / "files" / "owner" / "name"
     folder.mkdir(parents=True)
     shutil.copy(FILE, folder)
-    with serve(tmp_path / "files") as url:
-        files = f"{url}/owner/name/resolve/main"
-        known = find_weights("deit_ti16", TAG)
-        weights = dataclasses.replace(known, where=f"{files}/deit.pth", file="deit.pth")
-        for _ in range(2):
-            with weights.open() as file:
+    known = find_weights("deit_ti16", TAG)
+    with serve(tmp_path / "files") as server:
+        url = f"{server.url}/owner/name/resolve/main/deit.pth"
+        weights = dataclasses.replace(known, where=url, file="deit.pth")
+        for place, downloads in ((folder, 0), (None, 1), (None, 1)):
+            with weights.open(place) as file:
                 assert file.shapes["head.bias"][0] == (2,)
-            shutil.rmtree(folder)
-            folder.mkdir()
-        missing = dataclasses.replace(weights, where=f"{files}/x.pth", file="x.pth")
-        with pytest.raises(FileNotFoundError, match=r"x\.pth cannot be downloaded \(HTTPError\)"):
-            missing.open().__enter__()
+            assert len(server.starts) == downloads
 
 
-CLIENT = """
-import sys
-import numpy as np
-import rope_jax
-
-small = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
-expected = rope_jax.create_model("deit_ti16", pretrained=sys.argv[1], **small)
-for where in ("timm/deit_tiny_patch16_224.fb_in1k", "fb_in1k", True):
-    model = rope_jax.create_model("deit_ti16", pretrained=where, **small)
-    np.testing.assert_array_equal(model.head.bias[...], expected.head.bias[...])
-    assert model.preprocessing.crop == 0.9, model.preprocessing
-for where in ("owner/gated", "owner/none", "owner/empty"):
-    try:
-        rope_jax.create_model("deit_ti16", pretrained=where, **small)
-    except (FileNotFoundError, PermissionError) as error:
-        print(type(error).__name__, error)
-"""
+def test_repositories_and_files_are_taken_from_a_folder(tmp_path, cached):
+    (tmp_path / "deit_tiny_patch16_224.fb_in1k").mkdir()
+    shutil.copy(FILE, tmp_path / "deit_tiny_patch16_224.fb_in1k" / "pytorch_model.bin")
+    settings = SMALL | {"pretrained": True, "weights_dir": tmp_path}
+    assert_same(rope_jax.create_model("deit_ti16", **settings), cached)
 
 
-@pytest.mark.process
-def test_the_client_of_the_hub_finds_what_is_there(tmp_path):
-    hub = tmp_path / "hub"
-    for name in ("timm/deit_tiny_patch16_224.fb_in1k", "owner/gated", "owner/empty"):
-        (hub / name).mkdir(parents=True)
-    shutil.copy(FILE, hub / "timm" / "deit_tiny_patch16_224.fb_in1k" / "pytorch_model.bin")
-    (hub / "owner" / "gated" / "gated").touch()
-    with serve(hub) as url:
-        done = subprocess.run(
-            [sys.executable, "-c", CLIENT, str(FILE)],
-            env=os.environ
-            | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    gated, none, empty = [line for line in done.stdout.splitlines() if "Error" in line]
-    assert "PermissionError" in gated
-    assert "'owner/gated' is a gated repository: accept its terms" in gated
-    assert "the hub has no such repository" in none
-    assert "none of model.safetensors, pytorch_model.bin" in empty
+def test_preprocessing_that_no_list_knows_is_said_to_be_assumed(tmp_path, capsys):
+    path = shutil.copy(FILE, tmp_path / "mine.pth")
+    rope_jax.create_model("deit_ti16", pretrained=path, **SMALL)
+    printed = capsys.readouterr().out
+    assert "preprocessing: centre(crop=0.875" in printed
+    assert "assumed" in printed
+    path = shutil.copy(FILE, tmp_path / f"{TAG}.pth")
+    rope_jax.create_model("deit_ti16", pretrained=path, **SMALL)
+    assert "assumed" not in capsys.readouterr().out
