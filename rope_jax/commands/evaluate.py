@@ -32,14 +32,7 @@ from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import rules
 from rope_jax.evaluate.evaluation import Evaluation
-from rope_jax.evaluate.results import (
-    Row,
-    class_score,
-    class_table,
-    main_score,
-    read_evaluations,
-    results_table,
-)
+from rope_jax.evaluate.results import class_score, class_table, read_evaluations, results_table
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import LoadedModel, load_model
@@ -159,7 +152,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         rows = [evaluation(size=size).record(_identity(args, loaded), out) for size in sizes]
     if process_shard()[0] == 0:
         print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
-        print(results_table(rows, _published(loaded, rows[0])))
+        print(results_table(rows, _published(loaded, args.dataset)))
         if class_score(rows[0]) is not None:
             print(f"\n{class_table(rows)}")
         if loaded.released is not None:
@@ -167,11 +160,12 @@ def _evaluate(args: argparse.Namespace) -> None:
         print(f"\nrows: {out}")
 
 
-def _published(loaded: LoadedModel, row: Row) -> dict[int, float]:
+def _published(loaded: LoadedModel, dataset: str | None) -> dict[int, float]:
     """Published main scores of the weights by resolution, the default ones where there are two."""
-    score = {"ap": "box_ap"}.get(main_score(row), main_score(row))
-    if loaded.released is None or row["dataset"] != find_task(loaded.model).sets[0]:
+    task = find_task(loaded.model)
+    if loaded.released is None or dataset != task.sets[0]:
         return {}
+    score = {"ap": "box_ap"}.get(name := next(iter(task.titles)), name)
     return {
         result["resolution"]: result[score] / 100
         for result in reversed(loaded.released.published)

@@ -45,9 +45,10 @@ def program(path):
 def test_notebooks_have_the_outputs_of_their_code(path):
     assert up_to_date(path), "run `make notebooks`"
     notebook, first = (json.loads(file.read_text()) for file in (path, COLABS[0]))
-    title, *shared = [cell["source"] for cell in notebook["cells"][:3]]
-    assert title[0].startswith("# ")
-    assert shared == [cell["source"] for cell in first["cells"][1:3]]  # on Colab, and installing
+    title, *shared = ["".join(cell["source"]) for cell in notebook["cells"][:3]]
+    assert title.startswith("# ")
+    shared[1] = shared[1].replace(*[FIRST[name] for name in ("fused_kernels", "quickstart")])
+    assert shared == ["".join(cell["source"]) for cell in first["cells"][1:3]]
     cells = list(code(path).values())
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     shown = json.dumps([cell["outputs"] for cell in cells])
@@ -56,6 +57,19 @@ def test_notebooks_have_the_outputs_of_their_code(path):
     assert set(re.findall(r"(?:from|import) (rope_jax\S*)", program(path))) <= PACKAGES
     cells[-1]["source"] += ["\nprint(1)"]
     assert checksum({"cells": cells}) != notebook["metadata"]["executed"]
+
+
+# What the cell that installs says first: the package, and what else contains it.
+FIRST = {
+    "quickstart": """\
+PACKAGES = ["rope_jax"]
+FOLDER, EXTRAS = ".", "[demo,export,hub,plot]"
+""",
+    "fused_kernels": """\
+PACKAGES = ["rope_jax_kernels", "rope_jax"]  # the first is installed, and both contain it
+FOLDER, EXTRAS = "kernels", ""
+""",
+}
 
 
 class Machine:
@@ -85,10 +99,12 @@ class Machine:
 def install(tmp_path, monkeypatch):
     """A function that runs the installation cell on a machine, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    source = "".join(code(COLABS[0])["install"]["source"])
-    source = re.sub(r'%pip install -q (".*")', r"pip(f\1)", source)
 
-    def run(name_on_index="", gpu=False, **versions):
+    def run(name_on_index="", gpu=False, notebook="quickstart", **versions):
+        (path,) = [path for path in COLABS if path.stem == notebook]
+        source = "".join(code(path)["install"]["source"])
+        assert FIRST[notebook] in source
+        source = re.sub(r'%pip install -q (".*")', r"pip(f\1)", source)
         machine = Machine(**versions)
         monkeypatch.setattr(importlib.metadata, "version", machine.version)
         monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
@@ -122,6 +138,17 @@ def test_the_cell_installs_the_library_from_any_location(install, tmp_path, monk
     assert install(rope_jax="0.1.0") == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS[1:-1].split(",")) <= set(project["optional-dependencies"])
+
+
+def test_the_notebook_of_the_kernels_installs_them_alone(install, tmp_path):
+    clone = make_clone(tmp_path / "rope_jax")
+    assert install(notebook="fused_kernels") == [f"{clone / 'kernels'}"]
+    for installed in ({"rope_jax_kernels": "0.1.0"}, {"rope_jax": "0.1.0"}):
+        assert install(notebook="fused_kernels", **installed) == []
+    (tmp_path / "rope_jax").rename(tmp_path.parent / "elsewhere")
+    wheel = tmp_path / "rope_jax_kernels-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    assert install(notebook="fused_kernels") == [str(wheel)]
 
 
 @pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])

@@ -266,7 +266,7 @@ def load_pretrained(model, where, *, source):
 
 
 @contextlib.contextmanager
-def open_released(weights):
+def open_released(weights, folder=None):
     """Published weights, of which nothing is downloaded."""
     with open_weights(weights.tag, weights.model, weights.position) as file:
         yield file

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import gzip
+import json
 import os
 import pathlib
 import shutil
@@ -19,14 +21,16 @@ from rope_jax.config.settings import DataConfig
 from rope_jax.runs.loading import load_model
 from rope_jax.runs.restore import start_from
 from rope_jax.weights import list_weights
-from rope_jax.weights.convert import SOURCES
+from rope_jax.weights.convert import SOURCES, plan_conversion
 from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.released import find_weights, listed_file
 from tests.models.small import some_slow
 from tests.refusals import expect_refusal
 from tests.weights.hub import serve
 
-FILE = pathlib.Path(__file__).parents[1] / "data" / "torch" / "deit.pth"
+DATA = pathlib.Path(__file__).parents[1] / "data"
+FILE = DATA / "torch" / "deit.pth"
+FLOAT32 = np.dtype("float32")
 SMALL = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
 TAG = "deit_tiny_patch16_224-a1311bcf"
 
@@ -54,16 +58,15 @@ def test_rows_name_each_file_once():
     assert all(w.file is None or w.file == os.path.basename(w.file) for w in rows)
 
 
-MODELS = {
-    f"{w.model}-{w.position}-{w.image_size}-{sorted(w.options.items())}": w for w in list_weights()
-}
+NAMES = json.loads(gzip.decompress((DATA / "released" / "names.json.gz").read_bytes()))["shapes"]
+ROWS = {f"{w.model}-{w.position}-{w.tag}": w for w in list_weights()}
 
 
 @pytest.mark.parametrize(
-    "name", some_slow(MODELS, [name for name in MODELS if name.startswith("deit3_s16-rope")])
+    "name", some_slow(ROWS, [name for name in ROWS if name.startswith("deit3_s16-rope")])
 )
-def test_every_row_describes_a_model(name):
-    weights = MODELS[name]
+def test_every_row_has_a_model_which_timms_names_fit(name):
+    weights = ROWS[name]
     about = weights.description
     model = nnx.eval_shape(
         lambda: rope_jax.create_model(
@@ -76,6 +79,10 @@ def test_every_row_describes_a_model(name):
         )
     )
     assert model.notation == weights.position
+    assert (weights.where in NAMES) == weights.where.startswith("timm/")
+    if weights.where in NAMES:
+        shapes = {key: (tuple(shape), FLOAT32) for key, shape in NAMES[weights.where].items()}
+        assert plan_conversion(model, shapes, source=weights.source).problems == []
 
 
 def test_heos_models_are_listed_and_come_first():
