@@ -82,6 +82,7 @@ class CATOptions(ViTOptions):
         "patch_norm",
         "class_token",
         "embed_class_token",
+        "distilled",
         "registers",
         "pooling",
         "pool_norm",

@@ -55,6 +55,7 @@ class CCTOptions(ViTOptions):
     draws: ClassVar[tuple[str, ...]] = ("attention_dropout", "drop_path")
     fixed: ClassVar[tuple[str, ...]] = (
         "patch_norm",
+        "distilled",
         "registers",
         "token_std",
         "pooling",

@@ -50,6 +50,7 @@ class CeiTOptions(ViTOptions):
     fixed: ClassVar[tuple[str, ...]] = (
         "patch_norm",
         "class_token",
+        "distilled",
         "registers",
         "token_std",
         "pooling",

@@ -106,18 +106,20 @@ def name_here(name: str) -> str | None:
     ("'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here", "'deit-small' is 'deit_s16' here")
     >>> name_here("vit_base_patch16_rope_ape_224")
     "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
+    >>> name_here("deit_tiny_distilled_patch16_224")
+    "'deit_tiny_distilled_patch16_224' is 'deit_ti16_distilled' here"
     """
-    pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
+    pattern = r"(\w+?)_(tiny|small|base|large|giant)(_distilled)?(?:_patch(\d+)_?(.*))?"
     match = re.fullmatch(pattern, name.replace("-", "_"))
     if match is None:
         return None
-    family, size, patch, suffix = match.groups(default="")
+    family, size, distilled, patch, suffix = match.groups(default="")
     dino = re.match(r"(reg4_)?(dinov[23])", suffix)
     rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", suffix)
     family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
     if family == "deit" and re.match(r"[a-z]", suffix):  # CLIP's ViT, for example, is not here
         return None
-    form, also = "_reg" if dino and dino[1] else "", ""
+    form, also = "_reg" if dino and dino[1] else distilled, ""
     if rotary:
         scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")
         also = f", with position={scheme!r}"
@@ -196,7 +198,7 @@ def list_models(pattern: str = "*") -> list[str]:
     """Names of all models that match a shell-style pattern, sorted.
 
     >>> import rope_jax
-    >>> rope_jax.list_models("deit_*")
+    >>> rope_jax.list_models("deit_*16")
     ['deit_b16', 'deit_s16', 'deit_ti16']
 
     Args:

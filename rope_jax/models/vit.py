@@ -43,6 +43,7 @@ from rope_jax_kernels import Global, Neighborhood, Pattern
 LOCAL = (
     "attention",
     "kernel_size",
+    "dilation",
     "window_size",
     "global_blocks",
     "window_padding",
@@ -63,9 +64,11 @@ class ViTOptions(Options):
         class_token: prepend a class token.
         embed_class_token: the class token takes part in absolute embeddings (DeiT), or is prepended
             after them (DeiT-III).
-        registers: number of register tokens between class token and patches, which take no part in
-            embeddings (arXiv 2309.16588).
-        token_std: initial standard deviation of class and register tokens.
+        distilled: a distillation token after the class token, treated like it, and a head for each
+            of the two; logits are the mean of theirs, in training, too (arXiv 2012.12877).
+        registers: number of register tokens before the patches, which take no part in embeddings
+            (arXiv 2309.16588).
+        token_std: initial standard deviation of class, distillation and register tokens.
         pooling: input of the head: "class" token, "mean" of the patches, "class_mean" for both
             concatenated, or None for the class token if there is one and the mean otherwise.
         pool_norm: apply the last layer norm after pooling (BEiT), not to the tokens.
@@ -81,6 +84,7 @@ class ViTOptions(Options):
             "constant".
         attention: "global", "neighborhood" of `kernel_size`, or "window" of `window_size`.
         kernel_size: side of the neighbourhood in patches.
+        dilation: of the neighbourhood in every second block; the first one has none.
         window_size: side of the windows in patches, which are not shifted (ViTDet).
         global_blocks: with windows, the blocks that attend to the whole map, from 0.
         window_padding: of maps that the windows do not divide: "mask" (padding takes no part), or
@@ -101,6 +105,7 @@ class ViTOptions(Options):
     patch_norm: bool = False
     class_token: bool = True
     embed_class_token: bool = True
+    distilled: bool = False
     registers: CountOrZero = 0
     token_std: Positive = 0.02
     pooling: Literal["class", "mean", "class_mean", None] = None
@@ -115,6 +120,7 @@ class ViTOptions(Options):
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     attention: Literal["global", "neighborhood", "window"] = "global"
     kernel_size: Count = 7
+    dilation: Count = 1
     window_size: Count = 14
     global_blocks: tuple[CountOrZero, ...] = ()
     window_padding: Literal[*WINDOW_PADDING] = "mask"
@@ -134,7 +140,18 @@ class ViTOptions(Options):
                 f"pooling={self.pooling!r} reads a class token, and there is none: "
                 "set class_token=True or pooling='mean'"
             )
+        own_token = self.class_token and self.pooling in (None, "class") and not self.pool_norm
+        if self.distilled and not own_token:
+            raise ValueError(
+                "distilled=True has a head of the class token and one of the distillation token: "
+                "leave class_token, pooling and pool_norm at their defaults"
+            )
         check_blocks("global_blocks", self.global_blocks, self.depth)
+
+    @property
+    def class_tokens(self) -> int:
+        """Number of tokens that a head reads by themselves: class and distillation token."""
+        return self.class_token + self.distilled
 
     def stage(self, grid: Grid, pattern: Pattern, dtype: np.dtype) -> Stage:
         """The stage described by these options, for its positional scheme."""
@@ -147,8 +164,8 @@ class ViTOptions(Options):
             pattern=pattern,
             global_layers=self.global_blocks if self.attention == "window" else None,
             window_box=self.window_box,
-            prefix=self.class_token + self.registers,
-            embed_prefix=int(self.class_token and self.embed_class_token),
+            prefix=self.class_tokens + self.registers,
+            embed_prefix=self.class_tokens if self.embed_class_token else 0,
             dtype=dtype,
         )
 
@@ -185,6 +202,9 @@ class ViT(Backbone):
         }[options.attention]
         self.patch_embed = declare(self.stem(rngs=rngs, dtypes=dtypes), depth=0)
         self.class_token = self.learned_tokens(int(options.class_token), rngs=rngs, dtypes=dtypes)
+        self.distillation_token = self.learned_tokens(
+            int(options.distilled), rngs=rngs, dtypes=dtypes
+        )
         self.registers = self.learned_tokens(options.registers, rngs=rngs, dtypes=dtypes)
         stage = options.stage(self.grids(image_size)[0], self.pattern, dtypes["param_dtype"])
         self.position = declare_tables(create_position(position, stage, rngs=rngs), 1, shared=0)
@@ -200,6 +220,8 @@ class ViT(Backbone):
         )
         pooled = width * (2 if options.pooling == "class_mean" else 1)
         self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
+        if options.distilled:
+            self.distillation_head = make_head(width, num_classes, rngs=rngs, dtypes=dtypes)
         self.add_modules(rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
@@ -224,8 +246,13 @@ class ViT(Backbone):
         return [patch_grid(image_size, self.options.patch_size)]
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
-        global_blocks, depth = self.options.global_blocks, self.options.depth
-        return [Global() if block in global_blocks else self.pattern for block in range(depth)]
+        options, dilated = self.options, self.pattern
+        if options.attention == "neighborhood":
+            dilated = dataclasses.replace(self.pattern, dilation=(options.dilation,) * 2)
+        return [
+            Global() if block in options.global_blocks else dilated if block % 2 else self.pattern
+            for block in range(options.depth)
+        ]
 
     @allow_any_mesh
     def encode(
@@ -282,10 +309,10 @@ class ViT(Backbone):
     def embed(
         self, x: Float[Array, "B H W C"], grid: Grid, key: Array | None
     ) -> Float[Array, "B L C"]:
-        """Input of the first block: class token, registers, patches, with absolute positions."""
+        """Input of the first block: prefix tokens, then patches, with absolute positions."""
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         embedded, prefix = self.position.stage.embed_prefix, x[:, :0]
-        for token in (self.class_token, self.registers):
+        for token in (self.class_token, self.distillation_token, self.registers):
             if token is not None:
                 rows = jnp.broadcast_to(token[...].astype(x.dtype), (x.shape[0], *token.shape[1:]))
                 prefix = jnp.concatenate([prefix, rows], axis=1)
@@ -306,7 +333,9 @@ class ViT(Backbone):
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:
-        return self.head(self.pool(self.encode(images, train=train, key=key)))
+        x = self.encode(images, train=train, key=key)
+        logits = self.head(self.pool(x))
+        return (logits + self.distillation_head(x[:, 1])) / 2 if self.options.distilled else logits
 
     @property
     def norms_tokens(self) -> bool:
@@ -337,6 +366,7 @@ _DIGITS = {"patch_size": 2, "width": 96, "depth": 4, "heads": 6, "mlp_ratio": 2.
 
 for size in ("ti", "s", "b"):
     register(f"deit_{size}16", ViT, _DEIT, position="ape", **SIZES[size])
+    register(f"deit_{size}16_distilled", ViT, _DEIT, position="ape", distilled=True, **SIZES[size])
     # ResFormer (arXiv 2212.00776): DeiT with positions from convolutions, for images of many sizes.
     register(f"resformer_{size}16", ViT, _DEIT, position="gpe+lpe", **SIZES[size])
 for size, drop_path in _DEIT3_DROP.items():
@@ -344,6 +374,9 @@ for size, drop_path in _DEIT3_DROP.items():
 register("vit_s16", ViT, _THESIS, position="axial_rope")
 register("vit_b16", ViT, _THESIS, position="axial_rope", **_THESIS_BASE)
 register("vit_s16_h6", ViT, _THESIS, position="axial_rope", heads=6)
-register("nat_isotropic_s16", ViT, _NEIGHBORHOOD, position="none")
-register("nat_isotropic_b16", ViT, _NEIGHBORHOOD, position="none", **_THESIS_BASE)
+# The thesis trains NAT's isotropic ViT with other schemes; DiNAT's (arXiv 2209.15001) has a bias.
+for name, position, dilation in (("nat", "none", 1), ("dinat", "rpb", 2)):
+    options = dataclasses.replace(_NEIGHBORHOOD, dilation=dilation)
+    register(f"{name}_isotropic_s16", ViT, options, position=position)
+    register(f"{name}_isotropic_b16", ViT, options, position=position, **_THESIS_BASE)
 register("vit_digits", ViT, _THESIS, position="axial_rope", num_classes=10, image_size=8, **_DIGITS)

@@ -32,7 +32,7 @@ from rope_jax.weights.isotropic import (
 from rope_jax.weights.layouts import FIRST, Slot, find_rotary
 from rope_jax.weights.links import (
     CLASSIFIER,
-    HEAD,
+    HEADS,
     Link,
     find_links,
     fit,
@@ -246,7 +246,7 @@ def plan_conversion(
     named_links, new_head = _without_head(named_links, shapes, new_head)
     backbone = backbone or (bool(fresh) and not model.num_classes)
     headless = new_head or not model.num_classes
-    dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
+    dropped = CLASSIFIER if backbone else HEADS if headless else ()
     keys = {link.key for link in named_links}
     unused = [key for key in shapes.keys() - keys if _belongs_to(table, key, dropped)]
     tables = {link.key for link in named_links if link.rule.grid}
@@ -264,7 +264,7 @@ def plan_conversion(
             zeros.append(link.slot)
         else:
             missing.append(link)
-    heads = [link.key for link in named_links if link.slot.name.startswith(HEAD)]
+    heads = [link.key for link in named_links if link.slot.name.startswith(HEADS)]
     if problem := missing_head(model, heads, [link.key for link in missing]):
         problems.append(problem)
         missing = [link for link in missing if link.key not in heads]
@@ -390,7 +390,7 @@ def _fresh(model: nnx.Module, table: Table, shapes: Shapes, backbone: bool) -> t
 
 def _without_head(links: list[Link], shapes: Shapes, allowed: bool) -> tuple[list[Link], bool]:
     """The links without those of a head that stays new, and whether there is such a head."""
-    heads = [link for link in links if link.slot.name.startswith(HEAD)]
+    heads = [link for link in links if link.slot.name.startswith(HEADS)]
     fits = all(
         link.key in shapes
         and tuple(shapes[link.key][0])

@@ -7,6 +7,7 @@ from flax import nnx
 from rope_jax.weights.dense import adapter_backbone, deformable
 from rope_jax.weights.hierarchical import SWIN_DROPPED, swin_rows
 from rope_jax.weights.layouts import DECONV, FIRST, POINTWISE, QKV_BIAS, QKV_WEIGHT, SAME
+from rope_jax.weights.links import HEADS
 from rope_jax.weights.tables import (
     APE,
     Row,
@@ -37,7 +38,8 @@ _BATCH_NORMS = (
 def segmenter(model: nnx.Module) -> Table:
     """rstrudel/segmenter: a ViT with the mask transformer or the linear decoder.
 
-    A file also has the classifier that its encoder was trained with, which is dropped.
+    A file also has the classifier that its encoder was trained with, which is dropped; a distilled
+    encoder has two.
     """
     head: list[Row] = [
         *dense("classify", "head"),
@@ -51,7 +53,8 @@ def segmenter(model: nnx.Module) -> Table:
     ]
     rows = within("decoder.", head, _head(model))
     rows += within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
-    return Table(rows, dropped=("encoder.head.weight", "encoder.head.bias"))
+    heads = ("encoder.head", "encoder.head_dist")
+    return Table(rows, dropped=tuple(f"{h}.{part}" for h in heads for part in ("weight", "bias")))
 
 
 def mmseg(model: nnx.Module) -> Table:
@@ -120,7 +123,7 @@ def _head(model: nnx.Module) -> str:
 
 
 def _without_classifier(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if not row[0].startswith("head.")]
+    return [row for row in rows if not row[0].startswith(HEADS)]
 
 
 def _upernet() -> list[Row]:

@@ -16,8 +16,9 @@ from rope_jax.weights.layouts import SAME, Rule, Slot, find_rotary
 from rope_jax.weights.own import parameter_name, parameter_rule
 from rope_jax.weights.tables import Table, begins, fill_name, match_name
 
-HEAD = "head."  # start of the names of a classifier's parameters, here
-CLASSIFIER = (HEAD, "class_token", "norm.")
+HEADS = ("head.", "distillation_head.")
+"""Starts of the names of the parameters of a classifier's heads, here."""
+CLASSIFIER = (*HEADS, "class_token", "norm.")
 """Starts of the names of parameters that a classifier may have, and a dense backbone may lack."""
 
 LARGEST = 2**28  # elements of a table to be resized
@@ -146,7 +147,7 @@ def fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | Non
     if slot.grid:
         hint += f", or a table of {slot.grid[0]}x{slot.grid[1]} tokens: correct grids"
     by_class = len(shape) == len(expected) and (rule is not SAME or len(shape) == 1)
-    if slot.name.startswith(HEAD) and by_class and shape[0] != expected[0]:
+    if slot.name.startswith(HEADS) and by_class and shape[0] != expected[0]:
         hint = f": create the model with num_classes={shape[0]}, or pass new_head=True"
     return None, (
         f"{key} has shape {list(shape)}, but {slot.name} of the model takes {list(expected)}{hint}"

@@ -151,11 +151,13 @@ def isotropic(
     """Rows of a ViT without its positions."""
     return [
         ("class_token", "cls_token", SAME),
+        ("distillation_token", "dist_token", SAME),
         *conv("patch_embed.proj", "patch_embed.proj"),
         *norm("patch_embed.norm", "patch_embed.norm"),
         *block("blocks.{i}", blocks, scales=scales),
         *norm("norm", "norm"),
         *dense("head", "head"),
+        *dense("distillation_head", "head_dist"),
     ]
 
 

@@ -148,16 +148,19 @@ def sinusoids(tokens, width):
 # The isotropic ViT
 
 
-def vit(model, options, image, *, tokens=0, joins=None, bias=None, theta=None, **attention):
+def vit(
+    model, options, image, *, tokens=0, joins=None, bias=None, theta=None, allowed=None, **attention
+):
     """Logits of one image.
 
     Args:
         model: or its layers.
         options: `ViTOptions`.
-        tokens: what joins class token and patches, or patches alone.
+        tokens: what joins class and distillation token and patches, or patches alone.
         joins: joins(layer), what joins the normalised tokens.
         bias: bias(layer) as `attend` takes it.
         theta: theta(layer) as `attend` takes it.
+        allowed: allowed(layer) as `attend` takes it.
         attention: further arguments of `attend`.
     """
     epsilon = options.norm_epsilon
@@ -168,9 +171,11 @@ def vit(model, options, image, *, tokens=0, joins=None, bias=None, theta=None, *
     prefix = []
     if options.class_token:
         prefix.append(value(model.class_token)[0])
+    if options.distilled:
+        prefix.append(value(model.distillation_token)[0])
+    embedded = len(prefix) if options.embed_class_token else 0
     if options.registers:
         prefix.append(value(model.registers)[0])
-    embedded = int(options.class_token and options.embed_class_token)
     x = np.concatenate([*prefix[:embedded], x]) + tokens
     x = np.concatenate([x[:embedded], *prefix[embedded:], x[embedded:]])
     for index, block in enumerate(model.blocks):
@@ -179,6 +184,8 @@ def vit(model, options, image, *, tokens=0, joins=None, bias=None, theta=None, *
             settings["bias"] = bias(index)
         if theta is not None:
             settings["theta"] = theta(index)
+        if allowed is not None:
+            settings["allowed"] = allowed(index)
         normed = norm(x, block.norm1, epsilon) + (0 if joins is None else joins(index))
         x = x + scale(block, 1) * attend(normed, block.attn, options.heads, **settings)
         x = x + scale(block, 2) * mlp(norm(x, block.norm2, epsilon), block.mlp)
@@ -187,7 +194,9 @@ def vit(model, options, image, *, tokens=0, joins=None, bias=None, theta=None, *
     pooling = options.pooling or ("class" if options.class_token else "mean")
     mean = x[sum(map(len, prefix)) :].mean(axis=0)
     pooled = {"class": x[0], "mean": mean, "class_mean": np.concatenate([x[0], mean])}[pooling]
-    return dense(norm(pooled, model.norm, epsilon) if options.pool_norm else pooled, model.head)
+    pooled = norm(pooled, model.norm, epsilon) if options.pool_norm else pooled
+    logits = dense(pooled, model.head)
+    return (logits + dense(x[1], model.distillation_head)) / 2 if options.distilled else logits
 
 
 def scale(block, number):

@@ -12,22 +12,13 @@ import pytest
 
 from tests.models.definition import places, sinusoids, value, vit
 from tests.models.small import SMALL, run, small_model
+from tests.models.test_nat import neighbourhoods
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 WIDTH, HEADS, GRID = SMALL["width"], SMALL["heads"], (3, 5)
 PLACES = places(GRID)
-EPSILON = {"deit_ti16": 1e-6, "deit3_ti16": 1e-6, "vit_s16": 1e-5, "nat_isotropic_s16": 1e-5}
-
-
-def neighbours(kernel):
-    """The pairs that attend: the nearest rows and columns, moved inwards at the border."""
-    allowed = True
-    for axis, n in enumerate(GRID):
-        at = PLACES[:, axis]
-        first = np.clip(at - kernel // 2, 0, n - kernel)[:, None]
-        allowed = allowed & (first <= at) & (at < first + kernel)
-    return allowed
+EPSILON = {"deit": 1e-6, "deit3": 1e-6, "vit": 1e-5, "nat": 1e-5, "dinat": 1e-5}
 
 
 def behind_class_token(rows):
@@ -63,11 +54,12 @@ def key_minus_query(model):
     table = value(model.position.offsets)
     prefix = model.position.stage.prefix
     reach = np.array(table.shape[2:]) // 2
-    offsets = PLACES[None] - PLACES[:, None] + reach
-    inside = ((offsets >= 0) & (offsets <= 2 * reach)).all(axis=2)
-    y, x = np.moveaxis(np.where(inside[..., None], offsets, 0), 2, 0)
+    steps = (1, model.options.dilation)
 
     def bias(layer):
+        offsets = (PLACES[None] - PLACES[:, None]) // steps[layer % 2] + reach
+        inside = ((offsets >= 0) & (offsets <= 2 * reach)).all(axis=2)
+        y, x = np.moveaxis(np.where(inside[..., None], offsets, 0), 2, 0)
         return lambda head: np.pad(table[layer, head, y, x] * inside, [(prefix, 0)] * 2)
 
     return {"bias": bias}
@@ -87,12 +79,14 @@ def lape_of_sines(model):
     ("name", "position", "scheme"),
     [
         ("deit_ti16", "ape", ape_of_deit),
+        ("deit_ti16_distilled", "ape", ape_of_deit),
         ("deit_ti16", "rpb", key_minus_query),
         ("deit_ti16", "lape(sincos1d)", lape_of_sines),
         ("deit3_ti16", "rope_mixed(pairing=interleaved)+ape", mixed_and_ape),
         pytest.param("vit_s16", "axial_rope", axial, marks=pytest.mark.slow),
         pytest.param("vit_s16", "rpb", key_minus_query, marks=pytest.mark.slow),
         ("nat_isotropic_s16", "rpb", key_minus_query),
+        ("dinat_isotropic_s16", "rpb", key_minus_query),
         ("nat_isotropic_s16", "axial_rope", axial),
     ],
 )
@@ -101,10 +95,11 @@ def test_logits_match_the_definition(name, position, scheme):
     images = np.random.default_rng(1).standard_normal((2, 6, 10, 3))
     logits, _ = run(model, jnp.asarray(images))
     assert logits.dtype == jnp.float64
-    assert model.options.norm_epsilon == EPSILON[name]
+    assert model.options.norm_epsilon == EPSILON[name.partition("_")[0]]
     terms = scheme(model)
     if model.options.attention == "neighborhood":
-        terms["allowed"] = neighbours(model.options.kernel_size)
+        allowed = neighbourhoods(model.options.kernel_size, [model.options.dilation])
+        terms["allowed"] = lambda layer: allowed(0, layer, GRID)
     want = [vit(model, model.options, image, **terms) for image in images]
     assert np.std(want) > 0.1
     np.testing.assert_allclose(logits, want, rtol=0, atol=1e-9)

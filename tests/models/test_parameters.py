@@ -41,8 +41,9 @@ CASES = [
         for scheme in ("rpb", "none")
     ],
     *[
-        (f"nat_isotropic_{size[0]}16", "rpb", GOLDEN[f"nat_isotropic_{size}"])
+        (f"{name}_isotropic_{size[0]}16", "rpb", GOLDEN[f"nat_isotropic_{size}"])
         for size in ("small", "base")
+        for name in ("nat", "dinat")
     ],
 ]
 _STAGES = json.loads((DATA / "golden.json").read_text())["params"]
@@ -59,7 +60,7 @@ STAGES += [
     for name, scheme, count in STAGES
     if name.startswith("dinat_s_")
 ]
-# Trainable, of the official code; beit's by timm 1.0.31.
+# Trainable, of the official code; beit's and those of distilled models by timm 1.0.31.
 OTHERS = {
     "beit_b16": 86_530_984,
     "beit_l16": 304_430_568,
@@ -71,6 +72,9 @@ OTHERS = {
     "ceit_s": 24_204_840,
     "ceit_t": 6_356_904,
     "cvt_7_4": 3_716_619,
+    "deit_b16_distilled": 87_338_192,
+    "deit_s16_distilled": 22_436_432,
+    "deit_ti16_distilled": 5_910_800,
     # Of DeiT-S, less the table of 197 rows, plus the convolutions: a 3 x 3 kernel and a bias for
     # each of 384 channels, and in 12 layers of 64.
     "resformer_s16": 22_050_664 - 197 * 384 + 384 * 10 + 12 * 64 * 10,

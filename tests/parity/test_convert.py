@@ -23,6 +23,8 @@ STAGES = {"width": 16, "depths": (1, 2), "heads": (1, 2)}
 CASES = [
     ("deit_ti16", "ape", "deit"),
     ("deit_ti16", "ape", "timm"),
+    ("deit_ti16_distilled", "ape", "deit"),
+    ("deit_ti16_distilled", "ape", "timm"),
     ("deit_ti16", "lape(ape)", "lape"),
     ("deit_ti16", "lape(sincos1d)", "lape"),
     ("deit3_s16", "ape", "deit"),
@@ -74,7 +76,7 @@ def logits(model, height=64, width=64):
 
 # One case for each source and each kind of table; the others are slow.
 QUICK = [
-    ("deit_ti16", "ape", "deit"),
+    ("deit_ti16_distilled", "ape", "deit"),
     ("deit_ti16", "lape(ape)", "lape"),
     ("deit3_s16", "rope_mixed+ape", "naver"),
     ("deit3_s16", "ape+rope_mixed(pairing=interleaved)", "timm"),

@@ -146,6 +146,25 @@ def test_state_dicts_without_a_head_are_treated_alike(capsys):
     assert capsys.readouterr().out.startswith(message)
 
 
+def test_both_heads_of_a_distilled_model_are_its_classifier(capsys):
+    name, weights = "deit_ti16_distilled", random_weights("deit_ti16_distilled", VIT, "deit")
+    assert weights["pos_embed"].shape == (1, 2 + 16, 8)
+    model = abstract(name, VIT | {"num_classes": 5})
+    with pytest.raises(ValueError, match=r"head_dist.weight has shape \[3, 8\]"):
+        rope_jax.convert_state_dict(model, weights, source="deit")
+    rope_jax.convert_state_dict(model, weights, source="deit", new_head=True)
+    assert all(begins(x, ["head.", "distillation_head."]) for x in missing_values(model))
+    assert capsys.readouterr().out == "head: new, 5 classes\n"
+    rope_jax.convert_state_dict(abstract(name, VIT | {"num_classes": 0}), weights, source="deit")
+    # Segmenter's files have them in the encoder.
+    mask = VIT | {"head": "segmenter(depth=1,head_dim=4)"}
+    encoder = {f"encoder.{key}": x for key, x in weights.items() if key.startswith("head")}
+    model = abstract(name, mask)
+    weights = random_weights(name, mask, "segmenter") | encoder
+    rope_jax.convert_state_dict(model, weights, source="segmenter")
+    assert missing_values(model) == []
+
+
 @pytest.mark.parametrize("source", [OWN, "timm"])
 def test_parts_that_classifiers_lack_are_printed(source, tmp_path, capsys):
     path, deep = tmp_path / "deit.npz", VIT | {"depth": 4}
