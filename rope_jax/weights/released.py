@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rope_jax.models.description import Description, Preprocessing, as_option
-from rope_jax.models.registry import find_model
+from rope_jax.models.registry import MODELS, find_model
 from rope_jax.names.notation import parse
 from rope_jax.names.text import image_pair
 from rope_jax.system.files import cache_folder
@@ -225,12 +225,24 @@ def listed_file(model: str, where: Any) -> ReleasedWeights | None:
 
     >>> listed_file("deit_b16", "downloads/deit_base_patch16_384-8de9b5d1.pth").image_size
     384
+
+    Raises:
+        ValueError: they are those of another model of its family, in which the tensors may have the
+            same names and shapes.
     """
     if not isinstance(where, str | os.PathLike):
         return None
     where = os.fspath(where)
-    names = (where, os.path.basename(where))
-    return next((w for w in _released() if w.model == model and {w.where, w.file} & {*names}), None)
+    names = {where, os.path.basename(where)}
+    rows = {w.model: w for w in reversed(_released()) if {w.where, w.file} & names}
+    if model in rows or model not in MODELS:
+        return rows.get(model)
+    family = find_model(model).family
+    if others := [other for other in rows if find_model(other).family is family]:
+        raise ValueError(
+            f"pretrained={where!r} names weights of {others[0]}, not of {model}: create that model"
+        )
+    return None
 
 
 def names_released(pretrained: object) -> bool:

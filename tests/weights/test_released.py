@@ -117,6 +117,9 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
     assert (model.image_size, model.preprocessing.crop) == ((384, 384), 0.875)
     listed = listed_file("deit3_s16", "downloads/deit_3_small_224_21k.pth")
     assert listed.complete(WeightsFile({}, {}.get)).preprocessing.crop == 1.0
+    dilated = tmp_path / "dinat_isotropic_small_in1k_224.pth"
+    with pytest.raises(ValueError, match="names weights of dinat_isotropic_s16, not of nat_iso"):
+        rope_jax.create_model("nat_isotropic_s16", position="rpb", pretrained=dilated)
     path = shutil.copy(FILE, tmp_path / "mine.pth")
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert model.image_size == (224, 224)
