@@ -60,7 +60,7 @@ FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.system": ("", ARRAYS),
     "rope_jax.names": ("system", ""),
-    "rope_jax.positions": ("rope_jax_kernels names", f"{ARRAYS} flax"),
+    "rope_jax.positions": ("rope_jax_kernels names", f"{ARRAYS} flax scipy.interpolate"),
     "rope_jax.data": ("names", f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets"),
     "rope_jax.models": ("positions", f"{ARRAYS} flax optax"),
     "rope_jax.config": ("names", "ml_collections"),

@@ -3,6 +3,9 @@
 Its only position is a relative bias in every layer, with separate biases between class token and
 patches (`rpb(prefix=True)`). q and v have a bias, k has none; the head takes the normalised mean of
 the patches. Weights are named as in timm and in the official code.
+
+For other sizes, tables are resampled by the rule of the official code, which has it for square maps
+only. timm moves offsets as far apart, but interpolates linearly between them by default.
 """
 
 import jax.numpy as jnp
@@ -44,7 +47,7 @@ for size, layer_scale, drop_path in (("b", 0.1, 0.1), ("l", 1e-5, 0.2)):
         f"beit_{size}16",
         BEiT,
         _BEIT,
-        position="rpb(prefix=True,std=0)",
+        position="rpb(prefix=True,std=0,grow=geometric,shrink=geometric)",
         layer_scale=layer_scale,
         drop_path=drop_path,
         **SIZES[size],

@@ -72,9 +72,12 @@ class RelativeBias(Position):
         prefix: True adds biases for prefix tokens: per head one for prefix queries, one for prefix
             keys, and one for pairs of prefix tokens (BEiT, arXiv 2106.08254,
             `gen_relative_position_index`). They are the same on every map.
-        grow: resampling to a larger map or window: "bicubic", "antialias", "bilinear" (see `ape`)
-            or "pad" (zeros for unseen offsets).
-        shrink: to a smaller one: "bicubic", "antialias", "bilinear" or "crop" (central offsets).
+        grow: resampling to a larger map or window: "bicubic", "antialias", "bilinear" (see `ape`),
+            "geometric" (BEiT's: a cubic spline through the table, whose offsets a geometric
+            progression moves apart, the more the larger they are) or "pad" (zeros for unseen
+            offsets).
+        shrink: to a smaller one: "bicubic", "antialias", "bilinear", "geometric" or "crop" (central
+            offsets).
         std: standard deviation of the initial table, 0.02. The baseline of LaPE (`pe="2D_RPE"` of
             its code) starts with zeros and is decayed.
         decay: whether the optimiser decays the table, False.
@@ -98,8 +101,8 @@ class RelativeBias(Position):
         *,
         rngs: nnx.Rngs,
         prefix: bool = False,
-        grow: Literal["bicubic", "antialias", "bilinear", "pad"] = "bicubic",
-        shrink: Literal["bicubic", "antialias", "bilinear", "crop"] = "bicubic",
+        grow: Literal["bicubic", "antialias", "bilinear", "geometric", "pad"] = "bicubic",
+        shrink: Literal["bicubic", "antialias", "bilinear", "geometric", "crop"] = "bicubic",
         std: Spread = 0.02,
         decay: bool = False,
         key_norm: bool = False,
@@ -129,6 +132,11 @@ class RelativeBias(Position):
                 raise ValueError(
                     "key_norm=True goes with global attention and without prefix=True: leave one "
                     "of them out, or use another model"
+                )
+            if "geometric" in (grow, shrink):
+                raise ValueError(
+                    "grow and shrink are geometric for tables of offsets alone, and key_norm=True "
+                    "also has a map: leave it out, or choose another rule"
                 )
             self.acts, self.relative = "transform", False
             ones = jnp.ones((stage.depth, *stage.grid), stage.dtype)

@@ -45,6 +45,33 @@ def antialias_matrix(before: int, after: int) -> Matrix:
     return matrix / matrix.sum(axis=1, keepdims=True)
 
 
+@functools.cache
+def geometric_matrix(before: int, after: int) -> Matrix:
+    """BEiT's resampling of a bias along one axis of offsets, both lengths odd.
+
+    (`run_class_finetuning.py` of its code.) The old offsets are placed at sums of a geometric
+    progression, +-(1 + q + q**2 + ...), the last of them at the largest new offset, with
+    1.01 <= q <= 1.5: near 0 they keep their places. A cubic spline through them, not-a-knot, is
+    read at the new offsets, and is constant beyond its ends.
+    """
+    from scipy.interpolate import make_interp_spline  # a dependency of jax, and slow to import
+
+    if before == after:
+        return np.eye(before)
+    reach, target = before // 2, after // 2
+    low, high = 1.01, 1.5
+    while high - low > 1e-6:
+        ratio = (low + high) / 2
+        if (ratio**reach - 1) / (ratio - 1) > target:
+            high = ratio
+        else:
+            low = ratio
+    sums = np.cumsum(ratio ** np.arange(reach))
+    places = np.concatenate([-sums[::-1], [0.0], sums])
+    spline = make_interp_spline(places, np.eye(before), k=min(3, before - 1))
+    return spline(np.clip(np.arange(-target, target + 1), places[0], places[-1]))
+
+
 def _clamped_matrix(
     before: int,
     after: int,
@@ -87,6 +114,7 @@ MATRICES = {
     "antialias": antialias_matrix,
     "dinov2": dinov2_matrix,
     "bilinear": bilinear_matrix,
+    "geometric": geometric_matrix,
 }
 
 

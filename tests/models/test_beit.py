@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rope_jax
-from rope_jax.weights import export_state_dict
+from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.convert import name_table
 from tests.parity.official import assert_equal, tensor
 
@@ -75,7 +75,7 @@ def test_one_tensor_holds_offsets_of_map_and_class_token():
     assert_equal(export_state_dict(model, source="timm"), weights)
 
 
-def test_resizing_tables_keeps_the_entries_of_the_class_token():
+def test_resizing_tables_keeps_the_entries_of_the_class_token(tmp_path):
     weights = export_state_dict(small(size=(12, 12)), source="timm")
     assert weights[TABLE].shape == (11 * 11 + 3, 3)
     model = small()
@@ -87,6 +87,11 @@ def test_resizing_tables_keeps_the_entries_of_the_class_token():
     np.testing.assert_allclose(
         model.position.offsets[...], resized.position.offsets[...], rtol=0, atol=1e-6
     )
+    # A model that was saved with another rule keeps it; its weights are the same.
+    rope_jax.save_pretrained(small(position="rpb(prefix=True,std=0)"), tmp_path)
+    assert rope_jax.create_model(tmp_path).position.grow == "bicubic"
+    load_pretrained(resized, tmp_path)
+    assert (resized.position.grow, resized.position.shrink) == ("geometric", "geometric")
     weights[TABLE] = np.zeros((122, 3), np.float32)
     with pytest.raises(
         ValueError,

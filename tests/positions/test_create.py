@@ -106,6 +106,7 @@ def test_invalid_texts_raise_only_value_errors(text):
         ("peg(after=2)", "after, a block"),
         ("axial_rope(coords=absolute,aspect=separate)", "aspect=separate"),
         ("rpb(prefix=True,key_norm=True)", "key_norm=True"),
+        ("rpb(key_norm=True,shrink=geometric)", "grow and shrink are geometric for tables"),
         ("lape(gpe,join=unshare)", "join=unshare"),
         ("irpe(alpha=0.5)", "alpha=0.5"),
         ("irpe(gamma=1)", "gamma=1.0"),
