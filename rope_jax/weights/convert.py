@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from rope_jax.weights.links import (
 from rope_jax.weights.own import OWN, own
 from rope_jax.weights.tables import Table, begins, match_name
 from rope_jax.weights.timm import timm
+from rope_jax.weights.transformers import transformers
 
 # Of sources that name a file's tensors equally well the first is used: those with many models come
 # first.
@@ -61,6 +62,7 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "ceit": ceit,
     "cct": cct,
     "cat": cat,
+    "transformers": transformers,
     "mmseg": mmseg,
     "segmenter": segmenter,
     "detectron2": detectron2,
@@ -104,11 +106,14 @@ class Conversion:
     backbone: bool
 
 
-def name_table(model: nnx.Module, source: str) -> Table:
-    """The names of a source for a model; raises ValueError for an unknown source."""
+def name_table(model: nnx.Module, source: str, names: Collection[str] = ()) -> Table:
+    """The names of a source for a model; raises ValueError for an unknown source.
+
+    `names` are those of a file, if there is one.
+    """
     if source not in SOURCES:
         raise ValueError(f"source={source!r} is unknown; {closest(source, SOURCES)}")
-    return SOURCES[source](model)
+    return SOURCES[source](model).with_start(names)
 
 
 def fill(
@@ -238,10 +243,10 @@ def plan_conversion(
         grids, new_head: see `convert_state_dict`.
         backbone: whether the model is that of a model of dense prediction.
     """
-    table = name_table(model, source)
+    table = name_table(model, source, shapes)
     fresh = _fresh(model, table, shapes, backbone)
     named_links, problems = link_parameters(model, table, source, fresh)
-    named_links = [_unstack(link, shapes) for link in named_links]
+    named_links = [_share(_unstack(link, shapes), table, shapes) for link in named_links]
     links, zeros, missing, grids = [], [], [], grids or {}
     named_links, new_head = _without_head(named_links, shapes, new_head)
     backbone = backbone or (bool(fresh) and not model.num_classes)
@@ -281,7 +286,7 @@ def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bo
     Also returns whether the source has rotations, if the model has: that decides between equal
     counts.
     """
-    table = name_table(model, source)
+    table = name_table(model, source, shapes)
     links, _ = link_parameters(model, table, source)
     keys = {link.key for link in links}
     if keys.isdisjoint(shapes):
@@ -345,6 +350,13 @@ def _unstack(link: Link, shapes: Shapes) -> Link:
     layer = int(match[2])
     rule = dataclasses.replace(FIRST, cut=slice(layer, layer + 1))
     return Link(link.slot, match[1] + match[3], rule)
+
+
+def _share(link: Link, table: Table, shapes: Shapes) -> Link:
+    """Links to the tensor of all blocks, in a file that has one in place of each block's own."""
+    names = (common for name, common in table.shared if match_name(name, link.key) is not None)
+    common = None if link.key in shapes else next(names, None)
+    return dataclasses.replace(link, key=common) if common in shapes else link
 
 
 def _belongs_to(table: Table, key: str, starts: tuple[str, ...]) -> bool:

@@ -39,7 +39,7 @@ class WeightsFile:
         source: naming convention, if the file was written by `save_pretrained`.
         metadata: of the model, likewise.
         where: path or hub id, for error messages.
-        preprocessing: of the hub repository's evaluation, where its config.json has timm's.
+        preprocessing: of the hub repository's evaluation, where it has timm's or transformers'.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -163,16 +163,47 @@ def write_safetensors(
 
 
 def _hub_preprocessing(name: str) -> Preprocessing | None:
-    """The preprocessing in the config.json of a timm repository; None if there is none."""
-    try:
-        with open(hub_file(name, ["config.json"]), encoding="utf-8") as file:
-            config = json.load(file)["pretrained_cfg"]
-        mean, std = (tuple(map(float, config[key])) for key in ("mean", "std"))
-        return Preprocessing(mean, std, float(config["crop_pct"]), str(config["interpolation"]))
-    except FileNotFoundError:
-        return None
-    except (KeyError, TypeError, ValueError):  # another library's names
-        return None
+    """The preprocessing in a repository of timm or transformers; None if there is none."""
+    for file, parse in _CONFIGS.items():
+        try:
+            with open(hub_file(name, [file]), encoding="utf-8") as config:
+                return parse(json.load(config))
+        except (
+            ArithmeticError,
+            AttributeError,
+            FileNotFoundError,
+            KeyError,  # another library's names
+            TypeError,
+            ValueError,
+        ):
+            continue
+    return None
+
+
+def _timm_preprocessing(config: dict) -> Preprocessing:
+    config = config["pretrained_cfg"]
+    mean, std = (tuple(map(float, config[key])) for key in ("mean", "std"))
+    return Preprocessing(mean, std, float(config["crop_pct"]), str(config["interpolation"]))
+
+
+def _transformers_preprocessing(config: dict) -> Preprocessing:
+    """That of an image processor; one that resizes to a square, without a crop, has crop 1."""
+    mean, std = (tuple(map(float, config[f"image_{key}"])) for key in ("mean", "std"))
+    crop = float(config.get("crop_pct") or 1.0)
+    if config.get("do_center_crop"):
+        crop = _side(config["crop_size"]) / _side(config["size"])
+    return Preprocessing(mean, std, crop, _INTERPOLATIONS[config["resample"]])
+
+
+def _side(size: int | dict[str, int]) -> int:
+    return size if isinstance(size, int) else size.get("shortest_edge") or size["height"]
+
+
+_CONFIGS = {
+    "config.json": _timm_preprocessing,
+    "preprocessor_config.json": _transformers_preprocessing,
+}
+_INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # as Pillow counts them
 
 
 def _safetensors():

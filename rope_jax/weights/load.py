@@ -60,7 +60,8 @@ def convert_state_dict(
         model: from `rope_jax.create_model`.
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
-            "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
+            "ceit", "t2t", "cat", "dinov2", "dinov3", "resformer" or "transformers" (Hugging Face's
+            names of ViT, DeiT, DINOv2, DINOv3, BEiT, Swin, NAT and DiNAT); for dense prediction
             "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter", "mmseg", "segmenter" or
             "mask2former"; "rope_jax" for the names of parameters here. With those of classifiers
             the backbone of a model of dense prediction is filled.

@@ -2,13 +2,23 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from flax import nnx
 
 from rope_jax.models.description import Preprocessing
-from rope_jax.weights.layouts import CONV, DENSE, QKV_BIAS, QKV_WEIGHT, SAME, TOKENS, Rule
+from rope_jax.weights.layouts import (
+    CONV,
+    DENSE,
+    Q_BIAS,
+    QKV_BIAS,
+    QKV_WEIGHT,
+    SAME,
+    TOKENS,
+    V_BIAS,
+    Rule,
+)
 from rope_jax_kernels.rotation import Pairing
 
 Row = tuple[str, str, Rule]
@@ -34,6 +44,10 @@ class Table:
         drift: of a stored one from it: of a sinusoid whose angle was rounded to float32, at the
             200th token.
         zeros: names of tensors that a file may lack; their parameters become 0.
+        shared: pairs of names of a block's tensor and of one that a file may have for all blocks
+            instead.
+        starts: of the names of a backbone, where files of several models differ in no more than
+            that. Rows have the first; see `with_start`.
     """
 
     rows: list[Row] | None
@@ -43,6 +57,20 @@ class Table:
     frozen: tuple[tuple[str, Frozen], ...] = ()
     zeros: tuple[str, ...] = ()
     drift: float = 2e-5
+    shared: tuple[tuple[str, str], ...] = ()
+    starts: tuple[str, ...] = ()
+
+    def with_start(self, names: Iterable[str]) -> "Table":
+        """This table with the first of its starts that some of a file's names have."""
+        starts = [s for s in self.starts if any(name.startswith(s) for name in names)]
+        if not starts:
+            return self
+        first = self.starts[0]
+        rename = lambda name: re.sub(f"^{re.escape(first)}", starts[0], name)
+        rows = [(ours, rename(theirs), rule) for ours, theirs, rule in self.rows]
+        dropped = tuple(map(rename, self.dropped))
+        shared = tuple(tuple(map(rename, pair)) for pair in self.shared)
+        return dataclasses.replace(self, rows=rows, dropped=dropped, shared=shared)
 
 
 def match_name(template: str, name: str) -> dict[str, int] | None:
@@ -117,6 +145,21 @@ def attention(ours: str, theirs: str) -> list[Row]:
         (f"{ours}.qkv.bias", f"{theirs}.qkv.bias", QKV_BIAS),
         *dense(f"{ours}.proj", f"{theirs}.proj"),
     ]
+
+
+def projections(ours: str, query: str, key: str, value: str) -> list[Row]:
+    """Rows of an attention layer's q, k and v, which a file holds as three linear layers.
+
+    That of k may lack a bias.
+    """
+    rows: list[Row] = []
+    layers = ((query, QKV_WEIGHT, QKV_BIAS), (key, QKV_WEIGHT, QKV_BIAS), (value, DENSE, SAME))
+    for place, (theirs, kernel, bias) in enumerate(layers):
+        kernel, bias = (dataclasses.replace(rule, part=(place, 3)) for rule in (kernel, bias))
+        rows.append((f"{ours}.qkv.kernel", f"{theirs}.weight", kernel))
+        rows.append((f"{ours}.qkv.bias", f"{theirs}.bias", bias))
+    rows.append((f"{ours}.qv_bias", f"{query}.bias", Q_BIAS))
+    return [*rows, (f"{ours}.qv_bias", f"{value}.bias", V_BIAS)]
 
 
 def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:

@@ -30,6 +30,7 @@ def timm(model: nnx.Module) -> Table:
         return Table(rows, "interleaved", evaluation, SWIN_DROPPED)
     options, rotary = model.options, find_rotary(model.position)
     eva = rotary is not None or not options.k_bias
+    table = "attn.relative_position_bias_table"
     rows: list[Row] = [
         ("registers", "reg_token", SAME),
         ("blocks.{i}.attn.qv_bias", "blocks.{i}.attn.q_bias", Q_BIAS),
@@ -41,8 +42,8 @@ def timm(model: nnx.Module) -> Table:
         rows += halves("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.fc1_g", "blocks.{i}.mlp.fc1_x")
     if options.pool_norm:
         rows += norm("norm", "fc_norm")
-    if _has_prefix_offsets(model):
-        rows += _PREFIXED
+    if has_prefix_offsets(model):
+        rows += prefix_offsets(f"blocks.{{i}}.{table}")
     rows += isotropic(scales=("gamma_1", "gamma_2") if eva else ("ls1.gamma", "ls2.gamma"))
     dino = isinstance(rotary, DinoV3) or options.patch_size == 14
     if dino or options.pooling == "class_mean":
@@ -52,22 +53,37 @@ def timm(model: nnx.Module) -> Table:
     evaluation = _evaluation(options.patch_size * max(model.position.stage.grid))
     if eva:
         evaluation = dataclasses.replace(evaluation, mean=(0.5,) * 3, std=(0.5,) * 3)
-    return Table(rows, "interleaved", evaluation, ("blocks.{i}.attn.relative_position_index",))
+    dropped = ("blocks.{i}.attn.relative_position_index", *_PRETRAINING)
+    shared = (f"blocks.{{i}}.{table}", table.replace("attn", "rel_pos_bias"))
+    return Table(rows, "interleaved", evaluation, dropped, shared=(shared,))
 
 
-# Of BEiT: the last three rows of its tables are for class and register tokens.
-_BIAS_TABLE = "blocks.{i}.attn.relative_position_bias_table"
-_MAP_OFFSETS = dataclasses.replace(WINDOW_OFFSETS, cut=slice(-3))
-_PREFIX_OFFSETS = dataclasses.replace(DENSE, cut=slice(-3, None))
-_PREFIXED: list[Row] = [
-    ("position.rpb.offsets.{i}", _BIAS_TABLE, _MAP_OFFSETS),
-    ("position.rpb.prefix_offsets.{i}", _BIAS_TABLE, _PREFIX_OFFSETS),
-]
+# Of BEiT before its fine-tuning; these files have one table for all blocks, which takes part in
+# the fine-tuning as each block's own.
+_PRETRAINING = (
+    "mask_token",
+    "rel_pos_bias.relative_position_index",
+    "lm_head.weight",
+    "lm_head.bias",
+)
 
 
-def _has_prefix_offsets(model: nnx.Module) -> bool:
+def has_prefix_offsets(model: nnx.Module) -> bool:
+    """True for a model with BEiT's biases between class token and patches."""
     modules = (module for _, module in nnx.iter_modules(model.position))
     return any(getattr(module, "prefix_offsets", None) is not None for module in modules)
+
+
+def prefix_offsets(theirs: str) -> list[Row]:
+    """Rows of BEiT's tables, whose last three rows are for class and register tokens."""
+    return [
+        ("position.rpb.offsets.{i}", theirs, dataclasses.replace(WINDOW_OFFSETS, cut=slice(-3))),
+        (
+            "position.rpb.prefix_offsets.{i}",
+            theirs,
+            dataclasses.replace(DENSE, cut=slice(-3, None)),
+        ),
+    ]
 
 
 def _evaluation(side: int) -> Preprocessing:

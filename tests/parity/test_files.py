@@ -286,6 +286,7 @@ def test_hub_ids_are_downloaded_if_possible(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "hub_file", hub_file)
     assert_same(small("rope_mixed", seed=1, pretrained="timm/vit_small.naver_in1k"), model)
     names = [("model.safetensors", "pytorch_model.bin"), ("config.json",)]
+    names += [("preprocessor_config.json",)]
     assert requests == [("timm/vit_small.naver_in1k", *name) for name in names]
     again = rope_jax.create_model("timm/vit_small.naver_in1k")  # the file describes its model
     assert_same(again, model)
@@ -310,6 +311,23 @@ def test_hub_ids_are_downloaded_if_possible(tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text(json.dumps(config))
         again = small("rope_mixed", pretrained="timm/vit_small.augreg")
         assert again.preprocessing == expected
+    # transformers' file, read after another library's config.json
+    config = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 2, "size": 224}
+    center = {"do_center_crop": True, "crop_size": 224, "size": {"shortest_edge": 256}}
+    half, center = (0.5,) * 3, {"do_center_crop": True, "crop_size": 224}
+    for changes, expected in [
+        ({}, Preprocessing(half, (0.25,) * 3, 1.0, "bilinear")),
+        ({"crop_pct": 0.9, "resample": 3}, Preprocessing(half, (0.25,) * 3, 0.9)),
+        (
+            center | {"size": {"shortest_edge": 256}},
+            Preprocessing(half, (0.25,) * 3, 0.875, "bilinear"),
+        ),
+        (center | {"size": {}}, None),
+        ({"resample": 7}, None),
+    ]:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(config | changes))
+        with open_weights("timm/vit_small.augreg") as file:
+            assert file.preprocessing == expected
 
 
 def test_hub_ids_need_the_client_of_the_hub(monkeypatch):
@@ -323,10 +341,10 @@ def test_hub_ids_need_the_client_of_the_hub(monkeypatch):
 
 
 def test_unknown_names_are_summarised(tmp_path):
-    """For example names of transformers, to which no table is nearest."""
-    names = [f"encoder.layer.{i}.attention.attention.query.weight" for i in range(2)]
+    """For example names of CLIP, to which no table is nearest."""
+    names = [f"visual.transformer.resblocks.{i}.attn.in_proj_weight" for i in range(2)]
     np.savez(tmp_path / "other.npz", **{name: np.zeros((48, 48), np.float32) for name in names})
-    message = r"no name .* in a known source \(.*timm.*\), but encoder\.layer\.0\..*query\.weight, "
+    message = r"no name .* in a known source \(.*timm.*\), but visual\..*\.0\..*_weight, "
     with pytest.raises(ValueError, match=message):
         small(pretrained=tmp_path / "other.npz")
 

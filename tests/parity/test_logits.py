@@ -95,8 +95,8 @@ def test_logits_match_the_official_code(name):
 
 def test_every_source_has_a_case():
     # DINO's own names are compared with timm's in tests/models/test_dino.py, ours
-    # are in test_own.py; ResFormer has no case.
-    elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax"}
+    # are in test_own.py, those of transformers in test_transformers.py; ResFormer has no case.
+    elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax", "transformers"}
     # In test_dense.py:
     elsewhere |= {"detectron2", "mmseg", "segmenter", "vit_adapter", "mask2former", "detrex"}
     assert {official.CASES[name]["source"] for name in (*QUICK, *FLOAT64)} == set(
