@@ -19,6 +19,7 @@ from rope_jax.weights.detrex import detrex
 from rope_jax.weights.heads import mask2former, mmseg, segmenter, vit_adapter
 from rope_jax.weights.hierarchical import nat, naver, swin
 from rope_jax.weights.isotropic import (
+    augreg,
     cat,
     cct,
     ceit,
@@ -62,6 +63,7 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "ceit": ceit,
     "cct": cct,
     "cat": cat,
+    "augreg": augreg,
     "transformers": transformers,
     "mmseg": mmseg,
     "segmenter": segmenter,

@@ -1,5 +1,7 @@
 """Name tables of isotropic ViTs, including those with special stems or blocks, by source."""
 
+from dataclasses import replace
+
 import numpy as np
 from flax import nnx
 
@@ -114,6 +116,61 @@ def dinov3(model: nnx.Module) -> Table:
         "local_cls_norm.bias",
     )
     return Table(rows, "half", dropped=dropped)
+
+
+def augreg(model: nnx.Module) -> Table:
+    """google-research/vision_transformer: ViT and AugReg, in .npz files of Flax.
+
+    Kernels are [in, out], with an axis for heads. Images are resized to a square and scaled to
+    -1..1. The layer before the head of ViTs for ImageNet-21k, `pre_logits`, has no parameters
+    here: their files need num_classes=0, or a new head.
+    """
+    heads = getattr(model.options, "heads", None)
+    heads = heads if isinstance(heads, int) else 1  # of hierarchical models, of other names
+
+    def layer(ours: str, theirs: str, kernel: Rule = SAME, bias: Rule = SAME) -> list[Row]:
+        return [
+            (f"{ours}.kernel", f"{theirs}/kernel", kernel),
+            (f"{ours}.bias", f"{theirs}/bias", bias),
+        ]
+
+    def norm(ours: str, theirs: str) -> list[Row]:
+        return [(f"{ours}.{name}", f"{theirs}/{name}", SAME) for name in ("scale", "bias")]
+
+    kernel = Rule(
+        lambda x, slot: x.reshape(len(x), -1), lambda x, slot: x.reshape(len(x), heads, -1)
+    )
+    bias = Rule(lambda x, slot: x.reshape(-1), lambda x, slot: x.reshape(heads, -1))
+    out = Rule(
+        lambda x, slot: x.reshape(-1, x.shape[-1]),
+        lambda x, slot: x.reshape(heads, -1, x.shape[-1]),
+    )
+    ours, theirs = "blocks.{i}", "Transformer/encoderblock_{i}"
+    attention = f"{theirs}/MultiHeadDotProductAttention_1"
+    rows: list[Row] = [
+        ("class_token", "cls", SAME),
+        ("position.ape.embedding", "Transformer/posembed_input/pos_embedding", TOKENS),
+        *layer("patch_embed.proj", "embedding"),
+        *norm(f"{ours}.norm1", f"{theirs}/LayerNorm_0"),
+        *layer(f"{ours}.attn.proj", f"{attention}/out", out),
+        *norm(f"{ours}.norm2", f"{theirs}/LayerNorm_2"),
+        *layer(f"{ours}.mlp.fc1", f"{theirs}/MlpBlock_3/Dense_0"),
+        *layer(f"{ours}.mlp.fc2", f"{theirs}/MlpBlock_3/Dense_1"),
+        *norm("norm", "Transformer/encoder_norm"),
+        *layer("head", "head"),
+        *layer("head.pre_logits", "pre_logits"),
+    ]
+    parts = [
+        layer(
+            f"{ours}.attn.qkv",
+            f"{attention}/{name}",
+            *(replace(r, part=(place, 3)) for r in (kernel, bias)),
+        )
+        for place, name in enumerate(("query", "key", "value"))
+    ]
+    rows += [row for kind in zip(*parts, strict=True) for row in kind]
+    half = (0.5,) * 3
+    return Table(rows, preprocessing=Preprocessing(half, half, 1.0, "bilinear"))
 
 
 def resformer(model: nnx.Module) -> Table:

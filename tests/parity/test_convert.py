@@ -43,6 +43,8 @@ CASES = [
     ("nat_small", "rpb", "nat"),
     ("nat_s_tiny", "rpb", "nat"),
     ("dinat_s_tiny", "rpb", "swin"),
+    ("deit_ti16", "ape", "augreg"),
+    ("nat_small", "rpb", "transformers"),
 ]
 
 
@@ -83,6 +85,8 @@ QUICK = [
     ("nat_isotropic_s16", "rpb+rope2d(pairing=interleaved)", "nat"),
     ("swin_t", "rpb+ape", "swin"),
     ("nat_small", "rpb", "nat"),
+    ("nat_small", "rpb", "transformers"),
+    ("deit_ti16", "ape", "augreg"),
 ]
 
 
@@ -131,6 +135,26 @@ def test_frequencies_have_the_layout_of_each_source():
     np.testing.assert_array_equal(
         export_state_dict(mixed, source="naver")["freqs"], timm.reshape(2, 2, 24)
     )
+
+
+def test_projections_of_flax_have_an_axis_for_heads(capsys):
+    model, block = small("deit_ti16", "ape"), "Transformer/encoderblock_1/MultiHeadDotProduct"
+    flax, torch = (export_state_dict(model, source=source) for source in ("augreg", "deit"))
+    weights = torch["blocks.1.attn.qkv.weight"].reshape(3, 3, 16, 48)
+    for name, weight in zip(("query", "key", "value"), weights, strict=True):
+        kernel = flax[f"{block}Attention_1/{name}/kernel"]
+        np.testing.assert_array_equal(kernel, weight.transpose(2, 0, 1))
+    out = torch["blocks.1.attn.proj.weight"].reshape(48, 3, 16).transpose(1, 2, 0)
+    np.testing.assert_array_equal(flax[f"{block}Attention_1/out/kernel"], out)
+    # Files for ImageNet-21k have one more layer before their head.
+    flax |= {"pre_logits/kernel": np.zeros((48, 48)), "pre_logits/bias": np.zeros(48)}
+    with pytest.raises(ValueError, match=r"pre_logits/kernel of .* is not expected"):
+        rope_jax.convert_state_dict(small("deit_ti16", "ape", seed=1), flax, source="augreg")
+    other = nnx.eval_shape(
+        lambda: rope_jax.create_model("deit_ti16", num_classes=7, image_size=64, **VIT)
+    )
+    rope_jax.convert_state_dict(other, flax, source="augreg", new_head=True)
+    assert capsys.readouterr().out == "head: new, 7 classes\n"
 
 
 def test_offsets_change_sign_between_windows_and_neighbourhoods():

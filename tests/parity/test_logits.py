@@ -94,9 +94,10 @@ def test_logits_match_the_official_code(name):
 
 
 def test_every_source_has_a_case():
-    # DINO's own names are compared with timm's in tests/models/test_dino.py, ours
-    # are in test_own.py, those of transformers in test_transformers.py; ResFormer has no case.
-    elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax", "transformers"}
+    # DINO's own names are compared with timm's in tests/models/test_dino.py, ours are in
+    # test_own.py, those of transformers in test_transformers.py, Google's in test_convert.py;
+    # ResFormer has no case.
+    elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax", "transformers", "augreg"}
     # In test_dense.py:
     elsewhere |= {"detectron2", "mmseg", "segmenter", "vit_adapter", "mask2former", "detrex"}
     assert {official.CASES[name]["source"] for name in (*QUICK, *FLOAT64)} == set(
