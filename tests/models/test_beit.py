@@ -112,3 +112,39 @@ def test_official_files_need_a_bias_of_the_class_token():
         ValueError, match=r"position\.rpb\.offsets of the model has no name in source 'timm'"
     ):
         rope_jax.convert_state_dict(small(position="rpb"), weights, source="timm")
+
+
+@pytest.mark.parametrize(
+    ("source", "table", "common", "others"),
+    [
+        (
+            "timm",
+            "blocks.{}.attn.relative_position_bias_table",
+            "rel_pos_bias.relative_position_bias_table",
+            ("mask_token", "rel_pos_bias.relative_position_index", "lm_head.weight"),
+        ),
+        (
+            "transformers",
+            "beit.encoder.layer.{}.attention.attention."
+            "relative_position_bias.relative_position_bias_table",
+            "beit.encoder.relative_position_bias.relative_position_bias_table",
+            ("beit.embeddings.mask_token", "lm_head.bias"),
+        ),
+    ],
+    ids=["timm", "transformers"],
+)
+def test_files_of_pretraining_have_one_table_for_all_blocks(source, table, common, others):
+    """Its norm is that of the tokens, and it has no head."""
+    make = lambda size: small(size=size, pool_norm=False, num_classes=0)
+    weights = export_state_dict(make((12, 12)), source=source)
+    names = [table.format(i) for i in range(2)]
+    shared = tensor("table", weights[names[0]].shape, "table")
+    expected, model = make((6, 10)), make((6, 10))
+    rope_jax.convert_state_dict(expected, weights | dict.fromkeys(names, shared), source=source)
+    file = {key: array for key, array in weights.items() if key not in names}
+    file |= dict.fromkeys(others, np.zeros(3, np.float32)) | {common: shared}
+    rope_jax.convert_state_dict(model, file, source=source)
+    assert_equal(*(export_state_dict(m, source=source) for m in (model, expected)))
+    np.testing.assert_array_equal(model.position.prefix_offsets[...][0], shared[-3:].T)
+    with pytest.raises(ValueError, match=f"{names[1]} is missing"):
+        rope_jax.convert_state_dict(model, file | {names[0]: file.pop(common)}, source=source)
