@@ -248,7 +248,7 @@ def plan_conversion(
     table = name_table(model, source, shapes)
     fresh = _fresh(model, table, shapes, backbone)
     named_links, problems = link_parameters(model, table, source, fresh)
-    named_links = [_share(_unstack(link, shapes), table, shapes) for link in named_links]
+    named_links = [_find_alternative(_unstack(link, shapes), table, shapes) for link in named_links]
     links, zeros, missing, grids = [], [], [], grids or {}
     named_links, new_head = _without_head(named_links, shapes, new_head)
     backbone = backbone or (bool(fresh) and not model.num_classes)
@@ -354,11 +354,12 @@ def _unstack(link: Link, shapes: Shapes) -> Link:
     return Link(link.slot, match[1] + match[3], rule)
 
 
-def _share(link: Link, table: Table, shapes: Shapes) -> Link:
-    """Links to the tensor of all blocks, in a file that has one in place of each block's own."""
-    names = (common for name, common in table.shared if match_name(name, link.key) is not None)
-    common = None if link.key in shapes else next(names, None)
-    return dataclasses.replace(link, key=common) if common in shapes else link
+def _find_alternative(link: Link, table: Table, shapes: Shapes) -> Link:
+    """Links to the tensor that a file has in place of another; see `Table.alternatives`."""
+    keys = [key for name, key in table.alternatives if match_name(name, link.key) is not None]
+    if link.key in shapes or not keys or keys[0] not in shapes:
+        return link
+    return dataclasses.replace(link, key=keys[0])
 
 
 def _belongs_to(table: Table, key: str, starts: tuple[str, ...]) -> bool:

@@ -23,9 +23,9 @@ from rope_jax.weights.torch_files import open_torch
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that a repository has
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
+TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 # Of paths; a hub id may contain dots, too.
-EXTENSIONS = (".safetensors", ".npz", ".npy", ".pkl", *TORCH)
+EXTENSIONS = (".safetensors", ".npz", ".npy", *TORCH)
 _METADATA = "rope_jax"  # entry of a file's metadata that describes the model
 
 

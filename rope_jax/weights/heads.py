@@ -114,7 +114,10 @@ def mask2former(model: nnx.Module) -> Table:
     rows += within("backbone.", _without_classifier(swin_rows()), "backbone.")
     rows += norm("neck.norms.{i}", "backbone.norm{i}")
     dropped = tuple(f"backbone.{name}" for name in SWIN_DROPPED)
-    return Table(rows, dropped=(*dropped, "criterion.empty_weight"))
+    features = "sem_seg_head.predictor.query_feat.weight"
+    older = features.replace("query_feat", "static_query")  # before it was published
+    dropped = (*dropped, "criterion.empty_weight")
+    return Table(rows, dropped=dropped, alternatives=((features, older),))
 
 
 def _head(model: nnx.Module) -> str:

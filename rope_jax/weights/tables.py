@@ -44,8 +44,8 @@ class Table:
         drift: of a stored one from it: of a sinusoid whose angle was rounded to float32, at the
             200th token.
         zeros: names of tensors that a file may lack; their parameters become 0.
-        shared: pairs of names of a block's tensor and of one that a file may have for all blocks
-            instead.
+        alternatives: pairs of names: of a tensor, and of one that some files have in its place,
+            perhaps for all blocks.
         starts: of the names of a backbone, where files of several models differ in no more than
             that. Rows have the first; see `with_start`.
     """
@@ -57,7 +57,7 @@ class Table:
     frozen: tuple[tuple[str, Frozen], ...] = ()
     zeros: tuple[str, ...] = ()
     drift: float = 2e-5
-    shared: tuple[tuple[str, str], ...] = ()
+    alternatives: tuple[tuple[str, str], ...] = ()
     starts: tuple[str, ...] = ()
 
     def with_start(self, names: Iterable[str]) -> "Table":
@@ -69,8 +69,8 @@ class Table:
         rename = lambda name: re.sub(f"^{re.escape(first)}", starts[0], name)
         rows = [(ours, rename(theirs), rule) for ours, theirs, rule in self.rows]
         dropped = tuple(map(rename, self.dropped))
-        shared = tuple(tuple(map(rename, pair)) for pair in self.shared)
-        return dataclasses.replace(self, rows=rows, dropped=dropped, shared=shared)
+        pairs = tuple(tuple(map(rename, pair)) for pair in self.alternatives)
+        return dataclasses.replace(self, rows=rows, dropped=dropped, alternatives=pairs)
 
 
 def match_name(template: str, name: str) -> dict[str, int] | None:

@@ -55,7 +55,7 @@ def timm(model: nnx.Module) -> Table:
         evaluation = dataclasses.replace(evaluation, mean=(0.5,) * 3, std=(0.5,) * 3)
     dropped = ("blocks.{i}.attn.relative_position_index", *_PRETRAINING)
     shared = (f"blocks.{{i}}.{table}", table.replace("attn", "rel_pos_bias"))
-    return Table(rows, "interleaved", evaluation, dropped, shared=(shared,))
+    return Table(rows, "interleaved", evaluation, dropped, alternatives=(shared,))
 
 
 # Of BEiT before its fine-tuning; these files have one table for all blocks, which takes part in

@@ -1,15 +1,18 @@
-"""Files that `torch.save` wrote, read without PyTorch and without running anything from them.
+"""Files of `torch.save`, and pickles of NumPy's arrays, read without running anything from them.
 
-Such a file is a pickle, a program that builds objects, with the numbers of its tensors next to it.
-The reader here knows the instructions and the few functions that a state dict needs, refuses all
-others by name, and maps the numbers instead of copying them.
+Such a file is a pickle, a program that builds objects, with the numbers of its tensors next to it,
+or of its arrays in it. The reader here knows the instructions and the few functions that a state
+dict needs, refuses all others by name, and maps the numbers instead of copying them.
 """
 
 import contextlib
 import dataclasses
 import io
+import math
+import mmap
 import os
 import pickletools
+import re
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -65,6 +68,56 @@ class _Tensor:
             raise ValueError(f"a tensor of shape {self.shape} lies outside of its storage")
 
 
+@dataclasses.dataclass
+class _Dtype:
+    """A NumPy dtype: its kind with the bytes of a number, and their order once it is built."""
+
+    code: Any
+    order: Any = "|"
+
+    def __init__(self, code: Any = None, *_: object) -> None:
+        self.code = code
+
+    def build(self, state: Any) -> None:
+        self.order = state[1]
+
+    def check(self) -> np.dtype:
+        """The dtype; raises ValueError for one that is not of numbers."""
+        text = f"{self.order}{self.code}" if isinstance(self.code, str) else ""
+        if not re.fullmatch(r"[<>=|](b1|[iu][1248]|f[248])", text):
+            raise ValueError(f"an array has dtype {text[:20]!r}, which is not one of numbers")
+        return np.dtype(text)
+
+
+class _Array:
+    """A NumPy array, of which nothing is checked before it is needed."""
+
+    def __init__(self, *_: object) -> None:
+        self.state: Any = None
+
+    def build(self, state: Any) -> None:
+        self.state = state[-4:]  # a version comes first
+
+    @classmethod
+    def from_buffer(cls, data: Any, dtype: Any, shape: Any, order: Any) -> "_Array":
+        array = cls()
+        array.state = (shape, dtype, order == "F", data)
+        return array
+
+    def check(self) -> np.ndarray:
+        """The array, a view of its bytes; raises ValueError for one that is not of numbers."""
+        shape, dtype, by_columns, data = self.state
+        dtype = dtype.check()
+        if len(shape) > 16:
+            raise ValueError("an array has more than 16 axes")
+        _check_numbers(*shape)
+        # Protocol 2 has no type for bytes, and spells them as text.
+        data = data.encode("latin-1") if isinstance(data, str) else data
+        if math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError(f"an array of shape {shape} and dtype {dtype} has {len(data)} bytes")
+        return np.ndarray(shape, dtype, data, order="F" if by_columns else "C")
+
+
 class _Ignored:
     """In place of an object that weights do not need, such as the arguments of a training."""
 
@@ -96,6 +149,8 @@ _STORAGES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
+_BUILTINS = ("builtins", "__builtin__")  # of Python 3 and 2
+_CORES = ("core", "_core")  # of NumPy 1 and 2
 _KNOWN = {
     "collections OrderedDict": lambda: {},
     "torch Size": lambda sizes: tuple(sizes[:17]),
@@ -106,24 +161,31 @@ _KNOWN = {
     **{f"torch {name}Storage": jnp.dtype(dtype) for name, dtype in _STORAGES.items()},
     "argparse Namespace": _Ignored,
     "yacs.config CfgNode": _Ignored,  # of Swin's training files
-    "numpy dtype": _Ignored,
-    **{f"numpy.{core}.multiarray scalar": _Ignored for core in ("core", "_core")},
-    "_codecs encode": _Ignored,  # the bytes of numpy scalars
+    **{f"{module} {kind}": _Ignored for module in _BUILTINS for kind in ("set", "frozenset")},
+    **{f"{module} bytes": lambda: b"" for module in _BUILTINS},  # empty ones of protocol 2
+    "numpy dtype": _Dtype,
+    "numpy ndarray": _Ignored,  # only named, as the type to reconstruct
+    **{f"numpy.{core}.multiarray _reconstruct": _Array for core in _CORES},
+    **{f"numpy.{core}.numeric _frombuffer": _Array.from_buffer for core in _CORES},
+    **{f"numpy.{core}.multiarray scalar": _Ignored for core in _CORES},
+    "_codecs encode": lambda text, *_: text,  # of an array's bytes
 }
 
 
 # Instructions whose argument is a value.
-_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINBYTES", "SHORT_BINBYTES"}
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINBYTES"}
 _VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "BINSTRING", "SHORT_BINSTRING"}
+_BYTES = ("BINBYTES", "BINBYTES8", "BYTEARRAY8")
 
 
 @contextlib.contextmanager
 def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
     """Opens the state dict in a file of `torch.save`, of today's format (zip) or the older one.
 
-    It may lie in a dictionary under "model", "state_dict", "module", "model_ema" or
-    "state_dict_ema" (the first of these that has tensors), and its names may all begin with
-    "module.". Everything else in the file is ignored.
+    A pickle of a dictionary of NumPy arrays is read, too. The state dict may lie in a dictionary
+    under "model", "state_dict", "module", "model_ema" or "state_dict_ema" (the first of these that
+    has tensors, or else arrays), and its names may all begin with "module.". Everything else in
+    the file is ignored.
 
     Raises:
         ValueError: it is no regular file, no such file, damaged, or needs what is not known here.
@@ -135,12 +197,23 @@ def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
             begin = file.read(4)
             if begin != b"PK\x03\x04" and begin[:1] != b"\x80":
                 raise ValueError(f"it begins with {begin!r}")
-            content, offsets = (_read_legacy if begin[:1] == b"\x80" else _read_zip)(file)
-            tensors = _state_dict(content)
-            numbers = np.memmap(file, np.uint8, "r")
+            numbers = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if begin[:1] == b"\x80":
+                content, offsets = _read_legacy(numbers)
+            else:
+                content, offsets = _read_zip(file)
+            tensors = _state_dict(content, _Tensor)
+            arrays = {} if tensors else _state_dict(content, _Array)
+            arrays = {name: array.check() for name, array in arrays.items()}
+            if not tensors and not arrays:
+                raise ValueError("it has no dictionary of tensors")
             for storage in {tensor.storage for tensor in tensors.values()}:
                 if offsets[storage.key] + storage.size > len(numbers):
                     raise ValueError(f"storage {storage.key[:20]} ends after the file")
+        if arrays:
+            shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+            yield Npz(shapes, arrays.__getitem__)
+            return
 
         def read(name: str) -> np.ndarray:
             tensor = tensors[name]
@@ -184,23 +257,26 @@ def _read_zip(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
         return content, {storage.key: place(f"data/{storage.key}") for storage in storages}
 
 
-def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
-    """The object of a file of PyTorch before 1.6, and the offsets of its storages."""
-    file.seek(0)
-    pickles = io.BytesIO(file.read(_PICKLE_BYTES))
-    if (_build(pickles), _build(pickles)) != (_LEGACY_MAGIC, _LEGACY_VERSION):
+def _read_legacy(file: mmap.mmap) -> tuple[Any, dict[str, int]]:
+    """The object of a file of PyTorch before 1.6, and the offsets of its storages.
+
+    A file that does not begin with PyTorch's number is a pickle by itself.
+    """
+    first = _build(file)
+    if not isinstance(first, int):
+        return first, {}
+    if (first, _build(file)) != (_LEGACY_MAGIC, _LEGACY_VERSION):
         raise ValueError("it begins with another object")
-    if not _build(pickles)["little_endian"]:
+    if not _build(file)["little_endian"]:
         raise ValueError("its numbers are big-endian")
     storages: set[_Storage] = set()
-    content = _build(pickles, storages)
+    content = _build(file, storages)
     by_key, offsets = {storage.key: storage for storage in storages}, {}
-    keys, position = _build(pickles), pickles.tell()
+    keys, position = _build(file), file.tell()
     for key in keys:
         if not isinstance(key, str) or key not in by_key:
             raise ValueError("it lists a storage that no tensor has")
-        file.seek(position)
-        (count,) = struct.unpack("<q", file.read(8))
+        (count,) = struct.unpack("<q", file[position : position + 8])
         if count != by_key[key].count:
             raise ValueError(f"storage {key[:20]} has {count} numbers")
         offsets[key] = position + 8
@@ -208,11 +284,13 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
     return content, offsets
 
 
-def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
+def _build(file: io.BytesIO | mmap.mmap, storages: set[_Storage] | None = None) -> Any:
     """Builds the object that a pickle describes, and adds its storages to `storages`.
 
-    `pickletools` only splits the pickle into instructions; what they do is written here.
+    `pickletools` only splits the pickle into instructions; what they do is written here. The bytes
+    of arrays stay in the file; all else may have `_PICKLE_BYTES`.
     """
+    left = _PICKLE_BYTES
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}
@@ -235,7 +313,11 @@ def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
             if not isinstance(stack[-1], _Ignored):
                 stack[-1][key] = value
 
-    for opcode, value, _ in pickletools.genops(file):
+    for opcode, value, start in pickletools.genops(file):
+        end = file.tell()
+        left -= 0 if opcode.name in _BYTES else end - start
+        if left < 0:
+            raise ValueError(f"it has more than {_PICKLE_BYTES} bytes beside its numbers")
         match opcode.name:
             case "PROTO" | "FRAME":
                 pass
@@ -243,6 +325,9 @@ def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
                 return stack.pop()
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
+            case name if name in _BYTES:
+                mapped = isinstance(file, mmap.mmap)
+                stack.append(memoryview(file)[end - len(value) : end] if mapped else value)
             case name if name in _VALUES:
                 stack.append(value)
             case "BINPUT" | "LONG_BINPUT":
@@ -260,6 +345,13 @@ def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 size = int(opcode.name[-1])
                 stack[-size:] = [tuple(stack[-size:])]
+            case "EMPTY_SET":
+                stack.append(_Ignored())
+            case "ADDITEMS":
+                pop_to_mark()
+            case "FROZENSET":
+                pop_to_mark()
+                stack.append(_Ignored())
             case "EMPTY_LIST":
                 stack.append([])
             case "APPEND":
@@ -285,8 +377,10 @@ def _build(file: io.BytesIO, storages: set[_Storage] | None = None) -> Any:
                 stack.append(_known(f"{module} {name}"))
             case "REDUCE" | "NEWOBJ":
                 call(stack.pop())
-            case "BUILD":  # attributes, which nothing here needs
-                stack.pop()
+            case "BUILD":  # attributes, which nothing else here needs
+                state = stack.pop()
+                if isinstance(stack[-1], _Array | _Dtype):
+                    stack[-1].build(state)
             case "BINPERSID" if storages is not None:
                 _, dtype, key, _, count, *_ = stack.pop()
                 storages.add(storage := _Storage(key, dtype, count))
@@ -307,16 +401,16 @@ def _known(name: Any) -> Any:
     return _KNOWN[name]
 
 
-def _state_dict(content: Any) -> dict[str, _Tensor]:
-    """The tensors of the state dict in an object, by name."""
+def _state_dict(content: Any, kind: type) -> dict[str, Any]:
+    """The tensors, or arrays, of the state dict in an object by name; none without such a dict."""
     wrapped = map(content.get, _WRAPPERS) if isinstance(content, dict) else ()
     for entries in (*wrapped, content):
         if isinstance(entries, dict):
-            tensors = {str(k): v for k, v in entries.items() if isinstance(v, _Tensor)}
+            tensors = {str(k): v for k, v in entries.items() if isinstance(v, kind)}
             if tensors:
                 prefix = "module." if all(k.startswith("module.") for k in tensors) else ""
                 return {k.removeprefix(prefix): v for k, v in tensors.items()}
-    raise ValueError("it has no dictionary of tensors")
+    return {}
 
 
 @contextlib.contextmanager
@@ -338,4 +432,4 @@ def _blame(path: str) -> Iterator[None]:
         zipfile.BadZipFile,
     ) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
-        raise ValueError(f"{path} cannot be read as a file of torch.save: {reason[:400]}") from None
+        raise ValueError(f"{path} cannot be read as a state dict: {reason[:400]}") from None

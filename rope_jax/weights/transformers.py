@@ -114,7 +114,7 @@ def _beit(model: nnx.Module) -> Table:
     result = _table(("beit.",), rows, preprocessing, outside=outside, dropped=indices)
     dropped = (*result.dropped, "lm_head.weight", "lm_head.bias")
     shared = ((f"beit.{table}", f"beit.{common}"),)
-    return dataclasses.replace(result, dropped=dropped, shared=shared)
+    return dataclasses.replace(result, dropped=dropped, alternatives=shared)
 
 
 def _dinov2(model: nnx.Module) -> Table:

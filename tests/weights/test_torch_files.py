@@ -72,6 +72,42 @@ def test_the_model_of_a_training_file(form):
         np.testing.assert_array_equal(array, np.full_like(array, number))
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_arrays_and_sets_next_to_tensors_are_not_read(form):
+    arrays = read(FOLDER / f"numpy{form}.pth")
+    assert list(arrays) == ["weight"]
+    np.testing.assert_array_equal(arrays["weight"], counted(2, 3))
+
+
+def pickled(content, protocol=4):
+    """A pickle as NumPy 1 names its functions, where the pickle has names as lines."""
+    return pickle.dumps(content, protocol).replace(b"cnumpy._core.", b"cnumpy.core.")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_of_arrays(protocol, tmp_path):
+    """As of detectron2, with names and a note next to the arrays."""
+    arrays = {name: counted(2, 3, dtype=name) for name in DTYPES if name != "bfloat16"} | {
+        "columns": np.asfortranarray(counted(3, 4)),
+        "big": counted(300, 7).astype(">f4"),
+        "scalar": np.array(7.0),
+        "empty": np.zeros((0, 3)),
+        "frozen": counted(5),
+    }
+    arrays["frozen"].flags.writeable = False
+    content = {"model": arrays, "__author__": "third_party", "matching_heuristics": True}
+    (tmp_path / "model.pkl").write_bytes(pickled(content, protocol))
+    result = read(tmp_path / "model.pkl")
+    assert result.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(result[name], array)
+        assert (result[name].dtype, result[name].shape) == (array.dtype, array.shape)
+    with open_torch(tmp_path / "model.pkl") as file:
+        views = [file.read(name) for name in ("big", "columns")]
+    if protocol in (3, 4):
+        assert not any(array.flags.owndata or array.flags.writeable for array in views)
+
+
 def test_a_model_takes_the_weights():
     small = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
     path = FOLDER / "deit.pth"
@@ -89,6 +125,16 @@ class Touch:
 
     def __reduce__(self):
         return os.mknod, (str(self.path),)
+
+
+class Claimed:
+    """A NumPy array of which a pickle says this."""
+
+    def __init__(self, shape=(2, 3), dtype="f4", data=bytes(24)):
+        self.state = (1, shape, np.dtype(dtype), False, data)
+
+    def __reduce__(self):
+        return *np.zeros(1).__reduce__()[:2], self.state
 
 
 def archive(content, storage=bytes(24), **options):
@@ -166,6 +212,19 @@ HOSTILE = {
         lambda m: archive(b"\x80\x02" + b"N" * 10**8, compression=zipfile.ZIP_DEFLATED),
         "compressed",
     ),
+    "function in an array": (
+        lambda m: pickle.dumps({"model": {"x": np.array([Touch(m)], object)}}),
+        "mknod",
+    ),
+    "array of objects": (lambda m: pickled({"x": np.array([None])}), "'.O8', which is not one of"),
+    "array of records": (lambda m: pickled({"x": Claimed(dtype="f4,f4")}), "'.V8', which is not"),
+    "huge array": (lambda m: pickled({"x": Claimed((2**60, 2**60))}), "and dtype float32 has 24"),
+    "short array": (lambda m: pickled({"x": Claimed(data=bytes(23))}), "has 23 bytes"),
+    "negative array": (lambda m: pickled({"x": Claimed((-2, -3))}), "no natural number"),
+    "axes": (lambda m: pickled({"x": Claimed((1,) * 17)}), "more than 16 axes"),
+    "no bytes": (lambda m: pickled({"x": Claimed(data=[0] * 24)}), "TypeError"),
+    "long text": (lambda m: pickled({"x": "x" * 2**24}), "bytes beside its numbers"),
+    "no arrays": (lambda m: pickled({"x": [1, 2]}), "no dictionary of tensors"),
     "another archive": (lambda m: npz(), "no data.pkl"),
     "nothing": (lambda m: b"", "begins with"),
     "text": (lambda m: b"version https://git-lfs.github.com/spec/v1\n", "begins with b'vers'"),
@@ -195,9 +254,13 @@ def test_the_hostile_tensor_is_read_without_its_fault(tmp_path):
     np.testing.assert_array_equal(read(tmp_path / "weights.pth")["x"], counted(2, 3))
 
 
-@pytest.mark.parametrize("name", ["training.pth", "training_legacy.pth"])
+@pytest.mark.parametrize("name", ["training.pth", "training_legacy.pth", "arrays.pkl"])
 def test_damaged_files_raise_nothing_else(tmp_path, name):
-    content, rng = (FOLDER / name).read_bytes(), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
+    if name == "arrays.pkl":
+        content = pickled({f"array {number}": rng.random((3, number)) for number in range(9)}, 2)
+    else:
+        content = (FOLDER / name).read_bytes()
     damaged = [content[:length] for length in range(0, len(content), 211)]
     for position, value in zip(rng.integers(len(content), size=60), range(0, 240, 4), strict=True):
         damaged.append(content[:position] + bytes([value % 255]) + content[position + 1 :])

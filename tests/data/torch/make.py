@@ -1,4 +1,4 @@
-"""Writes the files of this folder with PyTorch (here 2.13 for CPU, under Python 3.11)."""
+"""Writes the files of this folder with PyTorch (here 2.13 and 2.14 for CPU, under Python 3.11)."""
 
 import argparse
 import pathlib
@@ -56,6 +56,16 @@ training = {
     "loss": torch.tensor(0.5),
 }
 training["model"] = type(layers.state_dict())(training["model"])
+with_numpy = {
+    "rng": np.arange(3),
+    "objects": np.array([None, "text"], object),
+    "text": np.array(["text"]),
+    "sets": [{"fc1", "fc2"}, frozenset({1})],
+    "model": {"weight": counted(2, 3), "mean": np.zeros(3)},
+}
+torch.save(with_numpy, HERE / "numpy.pth")
+torch.save(with_numpy, HERE / "numpy_legacy.pth", _use_new_zipfile_serialization=False)
+torch.save(with_numpy, HERE / "numpy_protocol4.pth", pickle_protocol=4)
 for name, content in {"tensors": tensors, "training": training}.items():
     torch.save(content, HERE / f"{name}.pth")
     torch.save(content, HERE / f"{name}_legacy.pth", _use_new_zipfile_serialization=False)
