@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.weights import load_pretrained
+from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.torch_files import open_torch
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "torch"
@@ -117,6 +117,24 @@ def test_a_model_takes_the_weights():
     again = rope_jax.create_model("deit_ti16", pretrained=str(path), **small)
     for other in (model, again):
         jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(expected))
+
+
+def test_mask2former_takes_the_pickles_of_its_authors(tmp_path):
+    head = "mask2former(width=16,heads=2,groups=4,pixel_depth=1,pixel_hidden=16,depth=1,hidden=32)"
+    settings = {"width": 16, "depths": (1,) * 4, "heads": (1,) * 4, "num_classes": 3}
+    settings |= {"image_size": 64, "window_size": 2, "window_padding": "tokens", "head": head}
+    model = nnx.eval_shape(lambda: rope_jax.create_model("swin_t", **settings))
+    expected, rng = nnx.clone(model), np.random.default_rng(0)
+    values = jax.tree.map(lambda x: rng.random(x.shape, np.float32), nnx.state(expected))
+    nnx.update(expected, values)
+    arrays = export_state_dict(expected, source="mask2former")
+    # The first files have an older name, and a weight of the loss.
+    queries = arrays.pop("sem_seg_head.predictor.query_feat.weight")
+    arrays |= {"sem_seg_head.predictor.static_query.weight": queries}
+    arrays |= {"criterion.empty_weight": np.ones(4, np.float32)}
+    (tmp_path / "model_final.pkl").write_bytes(pickled({"model": arrays}))
+    load_pretrained(model, tmp_path / "model_final.pkl", source="mask2former")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
 
 
 class Touch:
