@@ -39,7 +39,7 @@ class ReleasedWeights:
         published: results, each with `top1`, `miou` or `box_ap` in percent, `by` whom it was
             published, and in most cases the `resolution`.
         paper_rows: rows of the papers' tables and figures that these weights reproduce.
-        file: name in the cache, of weights that are not on the hub.
+        file: name in the cache, of weights that are not on the hub; with * for the hash in it.
     """
 
     model: str
@@ -91,7 +91,7 @@ class ReleasedWeights:
         """
         with open_weights(self._fetch(folder)) as file:
             yield dataclasses.replace(
-                file, source=self.source, preprocessing=self.preprocessing, where=self.tag
+                self.complete(file), preprocessing=self.preprocessing, where=self.tag
             )
 
     def complete(self, file: WeightsFile) -> WeightsFile:
@@ -233,8 +233,12 @@ def listed_file(model: str, where: Any) -> ReleasedWeights | None:
     if not isinstance(where, str | os.PathLike):
         return None
     where = os.fspath(where)
-    names = {where, os.path.basename(where)}
-    rows = {w.model: w for w in reversed(_released()) if {w.where, w.file} & names}
+    name = os.path.basename(where)
+    rows = {
+        weights.model: weights
+        for weights in reversed(_released())
+        if where == weights.where or fnmatch.fnmatchcase(name, weights.file or "")
+    }
     if model in rows or model not in MODELS:
         return rows.get(model)
     family = find_model(model).family

@@ -67,30 +67,34 @@ class _Tensor:
         if 0 not in self.shape and last >= self.storage.count:
             raise ValueError(f"a tensor of shape {self.shape} lies outside of its storage")
 
+    def read(self, numbers: mmap.mmap, offsets: dict[str, int]) -> np.ndarray:
+        """The tensor, a view of a file; `offsets` are those of its storages."""
+        dtype = self.storage.dtype
+        offset = offsets[self.storage.key] + self.offset * dtype.itemsize
+        strides = tuple(stride * dtype.itemsize for stride in self.strides)
+        return np.ndarray(self.shape, dtype, numbers, offset, strides)
 
-@dataclasses.dataclass
+
 class _Dtype:
     """A NumPy dtype: its kind with the bytes of a number, and their order once it is built."""
 
-    code: Any
-    order: Any = "|"
-
     def __init__(self, code: Any = None, *_: object) -> None:
-        self.code = code
+        self.code, self.order = code, "|"
 
     def build(self, state: Any) -> None:
         self.order = state[1]
 
     def check(self) -> np.dtype:
         """The dtype; raises ValueError for one that is not of numbers."""
-        text = f"{self.order}{self.code}" if isinstance(self.code, str) else ""
+        texts = isinstance(self.code, str) and isinstance(self.order, str)
+        text = self.order + self.code if texts else ""
         if not re.fullmatch(r"[<>=|](b1|[iu][1248]|f[248])", text):
             raise ValueError(f"an array has dtype {text[:20]!r}, which is not one of numbers")
         return np.dtype(text)
 
 
 class _Array:
-    """A NumPy array, of which nothing is checked before it is needed."""
+    """A NumPy array, of which nothing is checked or read before it is needed."""
 
     def __init__(self, *_: object) -> None:
         self.state: Any = None
@@ -104,17 +108,25 @@ class _Array:
         array.state = (shape, dtype, order == "F", data)
         return array
 
-    def check(self) -> np.ndarray:
-        """The array, a view of its bytes; raises ValueError for one that is not of numbers."""
-        shape, dtype, by_columns, data = self.state
+    def check(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype; raises ValueError if they are not those of the array's bytes."""
+        shape, dtype, _, data = self.state
         dtype = dtype.check()
         if len(shape) > 16:
             raise ValueError("an array has more than 16 axes")
         _check_numbers(*shape)
-        # Protocol 2 has no type for bytes, and spells them as text.
-        data = data.encode("latin-1") if isinstance(data, str) else data
+        if not isinstance(data, bytes | bytearray | memoryview | str):
+            raise ValueError("an array has no bytes")
         if math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError(f"an array of shape {shape} and dtype {dtype} has {len(data)} bytes")
+        return shape, dtype
+
+    def read(self) -> np.ndarray:
+        """The array, a view of its bytes."""
+        shape, dtype = self.check()
+        _, _, by_columns, data = self.state
+        # Protocol 2 has no type for bytes, and spells them as text.
+        data = data.encode("latin-1") if isinstance(data, str) else data
         return np.ndarray(shape, dtype, data, order="F" if by_columns else "C")
 
 
@@ -204,26 +216,19 @@ def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
                 content, offsets = _read_zip(file)
             tensors = _state_dict(content, _Tensor)
             arrays = {} if tensors else _state_dict(content, _Array)
-            arrays = {name: array.check() for name, array in arrays.items()}
-            if not tensors and not arrays:
+            shapes = {name: array.check() for name, array in arrays.items()}
+            shapes |= {name: (x.shape, x.storage.dtype) for name, x in tensors.items()}
+            if not shapes:
                 raise ValueError("it has no dictionary of tensors")
             for storage in {tensor.storage for tensor in tensors.values()}:
                 if offsets[storage.key] + storage.size > len(numbers):
                     raise ValueError(f"storage {storage.key[:20]} ends after the file")
-        if arrays:
-            shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-            yield Npz(shapes, arrays.__getitem__)
-            return
 
         def read(name: str) -> np.ndarray:
-            tensor = tensors[name]
-            dtype = tensor.storage.dtype
-            offset = offsets[tensor.storage.key] + tensor.offset * dtype.itemsize
-            strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
             with _blame(path):
-                return np.ndarray(tensor.shape, dtype, numbers, offset, strides)
+                return arrays[name].read() if arrays else tensors[name].read(numbers, offsets)
 
-        yield Npz({name: (x.shape, x.storage.dtype) for name, x in tensors.items()}, read)
+        yield Npz(shapes, read)
 
 
 def _read_zip(file: IO[bytes]) -> tuple[Any, dict[str, int]]:

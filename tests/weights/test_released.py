@@ -115,6 +115,7 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
     small = {name: SMALL[name] for name in ("width", "heads", "depth", "num_classes")}
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert (model.image_size, model.preprocessing.crop) == ((384, 384), 0.875)
+    assert listed_file("dinov3_s16", "dinov3_vits16_pretrain_lvd1689m-08c60483.pth")
     listed = listed_file("deit3_s16", "downloads/deit_3_small_224_21k.pth")
     assert listed.complete(WeightsFile({}, {}.get)).preprocessing.crop == 1.0
     dilated = tmp_path / "dinat_isotropic_small_in1k_224.pth"
