@@ -111,9 +111,9 @@ def load_pretrained(
 
     Args:
         model: from `rope_jax.create_model`.
-        where: path of a .safetensors, .npz or PyTorch file, with torch's names or those of
-            parameters here; a folder that `save_pretrained` wrote; or a hub id
-            "owner/name" (needs huggingface_hub), whose model.safetensors is used, or else its
+        where: path of a .safetensors, .npz or PyTorch file, or of a pickle of NumPy arrays, with
+            names of a source or of parameters here; a folder that `save_pretrained` wrote; or a hub
+            id "owner/name" (needs huggingface_hub), whose model.safetensors is used, or else its
             pytorch_model.bin.
         source: naming convention, see `convert_state_dict`; None for that of the file or of the
             hub's owner, or else the source that names most of the tensors.
