@@ -5,6 +5,7 @@ apart. Those of a classifier begin with the name of the architecture, those of a
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from flax import nnx
 
@@ -31,11 +32,12 @@ def transformers(model: nnx.Module) -> Table:
         return _dinov3(model)
     if not model.options.k_bias:
         return _beit(model)
-    return _vit() if model.options.layer_scale is None else _dinov2(model)
+    return _vit(model) if model.options.layer_scale is None else _dinov2(model)
 
 
 _EMBEDDINGS: list[Row] = [
     ("class_token", "embeddings.cls_token", SAME),
+    ("distillation_token", "embeddings.distillation_token", SAME),
     ("registers", "embeddings.register_tokens", SAME),
     ("position.ape.embedding", "embeddings.position_embeddings", TOKENS),
     *conv("patch_embed.proj", "embeddings.patch_embeddings.projection"),
@@ -49,8 +51,9 @@ def _table(
     rows: list[Row],
     preprocessing: Preprocessing,
     *,
-    outside: tuple[Row, ...] = (),
+    outside: Sequence[Row] = (),
     dropped: tuple[str, ...] = (),
+    head: str = "classifier",
 ) -> Table:
     """The table of a backbone and its classifier.
 
@@ -60,8 +63,9 @@ def _table(
         preprocessing: of the source's evaluation.
         outside: rows beyond the backbone, beside the classifier.
         dropped: names of the backbone's tensors that follow from others.
+        head: the classifier.
     """
-    rows = [*within(starts[0], rows, ""), *outside, *dense("head", "classifier")]
+    rows = [*within(starts[0], rows, ""), *outside, *dense("head", head)]
     dropped = tuple(f"{starts[0]}{name}" for name in (*_DROPPED, *dropped))
     return Table(rows, None, preprocessing, dropped, starts=(*starts, ""))
 
@@ -92,8 +96,11 @@ def _dino_layer(ours: str, theirs: str) -> list[Row]:
 _BLOCK, _LAYER = "blocks.{i}", "encoder.layer.{i}"
 
 
-def _vit() -> Table:
+def _vit(model: nnx.Module) -> Table:
     rows = [*_EMBEDDINGS, *_layer(_BLOCK, _LAYER), *norm("norm", "layernorm")]
+    if model.options.distilled:
+        outside = dense("distillation_head", "distillation_classifier")
+        return _table(("deit.",), rows, Preprocessing(), outside=outside, head="cls_classifier")
     return _table(("vit.", "deit."), rows, Preprocessing(_HALF, _HALF, 1.0, "bilinear"))
 
 
@@ -104,11 +111,11 @@ def _beit(model: nnx.Module) -> Table:
     if has_prefix_offsets(model):
         rows += prefix_offsets(table)
     rows += [(f"{_BLOCK}.scale{n}.gamma", f"{_LAYER}.lambda_{n}", SAME) for n in (1, 2)]
-    outside: tuple[Row, ...] = ()
+    outside: Sequence[Row] = ()
     if model.options.pool_norm:
         rows += norm("norm", "pooler.layernorm")
     else:  # of pretraining
-        outside = (*norm("norm", "layernorm"),)
+        outside = norm("norm", "layernorm")
     indices = tuple(name.replace("bias_table", "index") for name in (table, common))
     preprocessing = Preprocessing(_HALF, _HALF, 1.0, "bilinear")
     result = _table(("beit.",), rows, preprocessing, outside=outside, dropped=indices)

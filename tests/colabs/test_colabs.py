@@ -18,6 +18,7 @@ import pytest
 from docs.make_notebooks import COLABS, checksum, up_to_date
 
 ROOT = COLABS[0].parents[1]
+QUICKSTART = next(path for path in COLABS if path.stem == "quickstart")
 # Runs a line "!command {variable}" as IPython does.
 SHELL = """
 import shlex, subprocess, sys
@@ -44,7 +45,7 @@ def program(path):
 @pytest.mark.parametrize("path", COLABS, ids=lambda path: path.stem)
 def test_notebooks_have_the_outputs_of_their_code(path):
     assert up_to_date(path), "run `make notebooks`"
-    notebook, first = (json.loads(file.read_text()) for file in (path, COLABS[0]))
+    notebook, first = (json.loads(file.read_text()) for file in (path, QUICKSTART))
     title, *shared = ["".join(cell["source"]) for cell in notebook["cells"][:3]]
     assert title.startswith("# ")
     shared[1] = shared[1].replace(*[FIRST[name] for name in ("fused_kernels", "quickstart")])

@@ -45,6 +45,7 @@ CASES = [
     ("dinat_s_tiny", "rpb", "swin"),
     ("deit_ti16", "ape", "augreg"),
     ("nat_small", "rpb", "transformers"),
+    ("deit_ti16_distilled", "ape", "transformers"),
 ]
 
 
