@@ -180,19 +180,19 @@ def _hub_preprocessing(name: str) -> Preprocessing | None:
     return None
 
 
-def _timm_preprocessing(config: dict) -> Preprocessing:
-    config = config["pretrained_cfg"]
-    mean, std = (tuple(map(float, config[key])) for key in ("mean", "std"))
-    return Preprocessing(mean, std, float(config["crop_pct"]), str(config["interpolation"]))
+def _timm_preprocessing(entries: dict) -> Preprocessing:
+    entries = entries["pretrained_cfg"]
+    mean, std = (tuple(map(float, entries[key])) for key in ("mean", "std"))
+    return Preprocessing(mean, std, float(entries["crop_pct"]), str(entries["interpolation"]))
 
 
-def _transformers_preprocessing(config: dict) -> Preprocessing:
+def _transformers_preprocessing(entries: dict) -> Preprocessing:
     """That of an image processor; one that resizes to a square, without a crop, has crop 1."""
-    mean, std = (tuple(map(float, config[f"image_{key}"])) for key in ("mean", "std"))
-    crop = float(config.get("crop_pct") or 1.0)
-    if config.get("do_center_crop"):
-        crop = _side(config["crop_size"]) / _side(config["size"])
-    return Preprocessing(mean, std, crop, _INTERPOLATIONS[config["resample"]])
+    mean, std = (tuple(map(float, entries[f"image_{key}"])) for key in ("mean", "std"))
+    crop = float(entries.get("crop_pct") or 1.0)
+    if entries.get("do_center_crop"):
+        crop = _side(entries["crop_size"]) / _side(entries["size"])
+    return Preprocessing(mean, std, crop, _INTERPOLATIONS[entries["resample"]])
 
 
 def _side(size: int | dict[str, int]) -> int:
