@@ -8,6 +8,7 @@
 """
 
 from rope_jax.commands.arguments import command_parser
+from rope_jax.models.registry import name_here
 from rope_jax.names.text import format_table
 from rope_jax.weights import ReleasedWeights, list_weights
 
@@ -58,5 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         listed = list_weights(asked.pattern, position=asked.position, paper=asked.paper)
     if not listed:
-        parser.error("no weights are published of such a model; without arguments, all are listed")
+        positions = ", ".join(dict.fromkeys(w.position for w in list_weights(asked.pattern)))
+        hint = name_here(asked.pattern) or "without arguments, all are listed"
+        hint = f"{asked.pattern} has some with {positions}" if positions else hint
+        parser.error(f"no weights of these are published; {hint}")
     print(format_table(HEADER, rows(listed)))

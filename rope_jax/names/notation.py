@@ -7,6 +7,7 @@ are written in one notation: `name`, `name(option=value, ...)`, sums `a+b`, and 
 
 import ast
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 Value = int | float | bool | str
@@ -82,6 +83,27 @@ def _value(node: ast.expr) -> Value:
     if value is None or type(value) in (int, float, bool):
         return "None" if value is None else value
     raise ValueError(f"{ast.unparse(node)} is neither a number nor a word")
+
+
+def unordered(calls: tuple[Call, ...], ignored: Collection[str] = ()) -> frozenset:
+    """A sum as nested sets, equal for the same schemes in any order of schemes and options.
+
+    >>> first, second = (parse(x, "position") for x in ("ape(std=1)+rope2d", "rope2d+ape"))
+    >>> unordered(first, ["std"]) == unordered(second)
+    True
+
+    Args:
+        calls: of `parse`.
+        ignored: options that make no difference.
+    """
+    return frozenset(
+        (
+            call.name,
+            frozenset(option for option in call.options if option[0] not in ignored),
+            tuple(unordered(inner, ignored) for inner in call.inner),
+        )
+        for call in calls
+    )
 
 
 def items(text: str) -> list[str]:

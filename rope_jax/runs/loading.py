@@ -16,7 +16,7 @@ from rope_jax.system.files import file_sha256
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, load_pretrained
 from rope_jax.weights.create import create_model
-from rope_jax.weights.released import ReleasedWeights, find_weights
+from rope_jax.weights.released import ReleasedWeights, find_listed, find_weights, open_listed
 
 # Arguments that belong to a WORKDIR, and to --model.
 _OF_RUNS = ("step",)
@@ -114,14 +114,11 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
     for path in (arguments.model, arguments.weights):
         if path is not None and pathlib.Path(path, "checkpoints").is_dir():
             raise ConfigError(f"{path} is the workdir of a run: name it alone, without --model")
-    seed, size, released = arguments.seed or 0, arguments.image_size, None
-    if arguments.pretrained is not None:
-        settings = {"position": arguments.position, "head": arguments.head}
-        with blame("--pretrained"):
-            released = find_weights(arguments.model, arguments.pretrained, **settings)
+    seed, size = arguments.seed or 0, arguments.image_size
     dtype, options = jnp.dtype(arguments.dtype or "float32"), model_overrides(arguments.options)
     with blame("--model"):
-        model = create_model(
+        create_named = functools.partial(
+            create_model,
             arguments.model,
             position=arguments.position,
             num_classes=arguments.num_classes,
@@ -129,20 +126,29 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
             seed=seed,
             dtype=dtype,
             head=arguments.head,
-            pretrained=False if arguments.pretrained is None else arguments.pretrained,
-            weights_dir=arguments.weights_dir,
             **options,
         )
-    saved = model.name != arguments.model  # --model names weights
-    weights = arguments.model if saved else f"fresh, seed {seed}"
-    if released is not None:
-        weights = released.tag
-    if saved and arguments.weights is not None:
-        raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
-    if arguments.weights is not None:
-        with blame("--weights"):
-            load_pretrained(model, arguments.weights, source=arguments.source)
-        weights = arguments.weights
+    released = path = None
+    weights = arguments.weights
+    if arguments.pretrained is not None:
+        settings = {"position": arguments.position, "head": arguments.head}
+        with blame("--pretrained"):
+            released = find_weights(arguments.model, arguments.pretrained, **settings)
+            with released.open(arguments.weights_dir) as file:
+                model, path, weights = create_named(pretrained=file), file.path, released.tag
+    elif weights is not None and arguments.source is None and find_listed(weights) is not None:
+        with blame("--weights"), open_listed(weights) as file:  # with its size, options and classes
+            model, path = create_named(pretrained=file), file.path
+    else:
+        with blame("--model"):
+            model = create_named()
+        saved = model.name != arguments.model  # --model names weights
+        if saved and weights is not None:
+            raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
+        if weights is not None:
+            with blame("--weights"):
+                load_pretrained(model, weights, source=arguments.source)
+        weights = weights or (arguments.model if saved else f"fresh, seed {seed}")
     fresh = functools.partial(
         create_model,
         model.name,
@@ -164,7 +170,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         model.preprocessing or Preprocessing(),
         None,
         weights,
-        sha256=_sha256(weights),
+        sha256=_sha256(path or weights),
         released=released,
     )
 

@@ -21,11 +21,11 @@ from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, export_state_dict
 from rope_jax.weights import create as without_runs
-from rope_jax.weights.files import WeightsFile, open_weights
+from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.metadata import Metadata
 from rope_jax.weights.own import OWN
-from rope_jax.weights.released import find_weights
+from rope_jax.weights.released import ReleasedWeights, find_weights, open_listed
 
 
 def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], F]:
@@ -35,14 +35,17 @@ def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], 
 
 @_like(without_runs.create_model)
 def create_model(
-    name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
+    name: str | os.PathLike,
+    *,
+    pretrained: bool | str | os.PathLike | WeightsFile | ReleasedWeights = False,
+    **settings: Any,
 ) -> nnx.Module:
     """Extends `rope_jax.weights.create.create_model` to workdirs of runs."""
     if pretrained in (False, name) and without_runs.names_weights(os.fspath(name)):
         weights = _open_run(name)
         if isinstance(weights, WeightsFile):
             name, pretrained = weights.description.name, weights
-    elif not isinstance(pretrained, bool):
+    elif isinstance(pretrained, str | os.PathLike):
         pretrained = _open_run(pretrained)
     return without_runs.create_model(name, pretrained=pretrained, **settings)
 
@@ -159,9 +162,9 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
     with blame("--config.init_from"):
         if kind == "released":
             asked = {"position": model.notation, "head": model.head_notation}
-            opened = find_weights(model.name, tag or True, **asked).open()
+            opened = open_listed(find_weights(model.name, tag or True, **asked))
         else:
-            opened = open_weights(_open_run(where))
+            opened = open_listed(_open_run(where))
         with opened as file:
             load_weights(model, file, new_head=True, other_model=report)
     expected = model.preprocessing

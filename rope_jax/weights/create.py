@@ -9,12 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rope_jax.models.dense import create_dense
-from rope_jax.models.registry import MODELS, create_backbone, describe, name_here
+from rope_jax.models.registry import MODELS, create_backbone, describe, find_model, name_here
 from rope_jax.names import plugins
 from rope_jax.names.registry import UnknownName
-from rope_jax.weights.files import WeightsFile, open_weights
+from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights
-from rope_jax.weights.released import find_weights, listed_file, names_released
+from rope_jax.weights.released import (
+    ReleasedWeights,
+    find_weights,
+    names_released,
+    open_listed,
+)
 
 
 def create_model(
@@ -25,7 +30,7 @@ def create_model(
     image_size: int | tuple[int, int] | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-    pretrained: bool | str | os.PathLike | WeightsFile = False,
+    pretrained: bool | str | os.PathLike | WeightsFile | ReleasedWeights = False,
     weights_dir: str | os.PathLike | None = None,
     head: str | None = None,
     blocks: Sequence[int] | None = None,
@@ -63,9 +68,9 @@ def create_model(
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
         pretrained: False, or weights: True for the published ones of this model and position, or
-            their tag (`rope_jax.list_weights`), whose options, classes and size are then the
-            defaults, as with a hub id or the name of a file in that list; a .safetensors, .npz or
-            PyTorch file, a folder of `save_pretrained`, or a hub id, see
+            their tag, or a row of `rope_jax.list_weights()`, whose options, classes and size are
+            then the defaults, as with a hub id or the name of a file in that list; a .safetensors,
+            .npz or PyTorch file, a folder of `save_pretrained`, or a hub id, see
             `rope_jax.weights.load_pretrained`; in `rope_jax.create_model` the workdir of a run,
             too. Their position tables are resized by the scheme's rule. `model.preprocessing` then
             holds the preprocessing that they expect. Weights of a classifier are those of the
@@ -98,16 +103,18 @@ def create_model(
     arguments |= {"head": head, "blocks": blocks}
     if pretrained is False and names_weights(name):
         pretrained = name
-    listed = None if pretrained is False else listed_file(name, pretrained)
-    if names_released(pretrained):
-        listed = find_weights(name, pretrained, position=position, head=head)
-        opened = listed.open(weights_dir)
+    if name in MODELS:  # before a download
+        find_model(name).options.override(name, overrides)
+    if names_released(name, pretrained):
+        pretrained = find_weights(name, pretrained, position=position, head=head)
+    if pretrained is not False:
+        opened = open_listed(pretrained, weights_dir)
+    elif weights_dir is None:
+        opened = contextlib.nullcontext()
     else:
-        opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
+        raise ValueError(f"weights_dir={os.fspath(weights_dir)} needs pretrained=True, or a tag")
     with opened as file:
         described = None if file is None else file.description
-        if listed is not None and described is None:
-            described, file = listed.description, listed.complete(file)
         if name == pretrained:
             if described is None:
                 hint = name_here(name.rpartition("/")[2])

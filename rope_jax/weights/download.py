@@ -7,7 +7,7 @@ import fcntl
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from rope_jax.system.files import file_sha256
@@ -65,7 +65,7 @@ def hub_file(repository: str, names: Sequence[str]) -> str:
 
 
 def _failure(where: str, error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0][:120]
     return (
         f"{where} could not be downloaded ({type(error).__name__}: {reason}): try again, which "
         "resumes the download"
@@ -112,7 +112,7 @@ def download(url: str, path: pathlib.Path) -> None:
             ) from error
         digits = re.search(r"-([0-9a-f]{8})$", path.stem)
         if digits and not file_sha256(part).startswith(digits[1]):
-            part.unlink()
+            file.truncate(0)
             raise ValueError(f"{url} is damaged: its SHA-256 does not begin with {digits[1]}")
         os.replace(part, path)
 
@@ -127,14 +127,23 @@ def _resume(url: str, file: BinaryIO) -> None:
     size = file.seek(0, os.SEEK_END)
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={size}-"} if size else {})
     with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT) as answer:
-        if answer.status_code == 416 and size:  # there is no more, or it is another file by now
-            file.truncate(0)
+        start, total = _part_of(answer.headers)
+        if size and (answer.status_code == 416 or start not in (0, size)):
+            file.truncate(0)  # there is no more, or it is another file by now
             return _resume(url, file)
         answer.raise_for_status()
-        if answer.status_code == 200:  # all of it
-            size = file.truncate(0)
-        total = size + int(answer.headers.get("Content-Length", 0))
+        size = file.truncate(start)
         with tqdm.tqdm(total=total or None, initial=size, unit="B", unit_scale=True) as bar:
             for chunk in answer.iter_content(_CHUNK):
                 bar.update(file.write(chunk))
-        file.flush()
+    file.flush()
+    length = file.seek(0, os.SEEK_END)
+    if total and length != total:
+        file.truncate(length if length < total else 0)
+        raise OSError(f"{length} bytes arrived, of {total}")
+
+
+def _part_of(headers: Mapping[str, str]) -> tuple[int, int]:
+    """Where the content of an answer begins in its file, and the file's length (0: unknown)."""
+    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("Content-Range", ""))
+    return (int(match[1]), int(match[2])) if match else (0, int(headers.get("Content-Length", 0)))

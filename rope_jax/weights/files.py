@@ -39,7 +39,10 @@ class WeightsFile:
         source: naming convention, if the file was written by `save_pretrained`.
         metadata: of the model, likewise.
         where: path or hub id, for error messages.
-        preprocessing: of the hub repository's evaluation, where it has timm's or transformers'.
+        preprocessing: of the weights' evaluation, where their hub repository or the list of
+            published weights has it.
+        listed: the arguments of `create_model` for published weights.
+        path: of the file.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -48,11 +51,13 @@ class WeightsFile:
     metadata: Metadata | None = None
     where: str = ""
     preprocessing: Preprocessing | None = None
+    listed: Description | None = None
+    path: str | None = None
 
     @property
     def description(self) -> Description | None:
-        """The arguments that create the model of the weights again, if the file has them."""
-        return None if self.metadata is None else self.metadata.description
+        """The arguments that create the model of the weights, if they are known."""
+        return self.listed if self.metadata is None else self.metadata.description
 
 
 @contextlib.contextmanager
@@ -67,12 +72,16 @@ def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile
     if isinstance(where, WeightsFile):
         yield where
         return
-    where = os.fspath(where)
+    where = re.sub("^hf[-_]hub:", "", os.fspath(where))  # timm's way to name the hub
     path, owner = _find(where)
     with _open_file(path) as file:
-        source = file.source or _HUB_SOURCES.get(owner)
-        preprocessing = None if owner is None else _hub_preprocessing(where)
-        yield dataclasses.replace(file, source=source, where=where, preprocessing=preprocessing)
+        yield dataclasses.replace(
+            file,
+            source=file.source or _HUB_SOURCES.get(owner),
+            where=where,
+            preprocessing=None if owner is None else _hub_preprocessing(where),
+            path=path,
+        )
 
 
 @contextlib.contextmanager
@@ -123,14 +132,14 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
 def _find(where: str) -> tuple[str, str | None]:
     """Path of a file, and the owner of the hub repository that it comes from."""
     if os.path.isdir(where):
-        path = os.path.join(where, HUB_FILES[0])
-        if not os.path.isfile(path):
-            raise FileNotFoundError(
-                f"pretrained={where!r} is a folder without {HUB_FILES[0]}: name one that "
-                "rope_jax.save_pretrained wrote, or a file; rope_jax.create_model and "
-                "rope_jax.load_checkpoint open the WORKDIR of a run"
-            )
-        return path, None
+        for name in HUB_FILES:
+            if os.path.isfile(path := os.path.join(where, name)):
+                return path, None
+        raise FileNotFoundError(
+            f"pretrained={where!r} is a folder without {HUB_FILES[0]}: name one that "
+            "rope_jax.save_pretrained wrote, or a file; rope_jax.create_model and "
+            "rope_jax.load_checkpoint open the WORKDIR of a run"
+        )
     hub_id = re.fullmatch(r"([\w-][\w.-]*)/[\w-][\w.-]*", where)
     if os.path.exists(where) or not hub_id or os.path.splitext(where)[1] in EXTENSIONS:
         return where, None

@@ -148,7 +148,10 @@ def fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | Non
         hint += f", or a table of {slot.grid[0]}x{slot.grid[1]} tokens: correct grids"
     by_class = len(shape) == len(expected) and (rule is not SAME or len(shape) == 1)
     if slot.name.startswith(HEADS) and by_class and shape[0] != expected[0]:
-        hint = f": create the model with num_classes={shape[0]}, or pass new_head=True"
+        hint = (
+            f": create the model with num_classes={shape[0]}; for a new head, name num_classes in "
+            "create_model, or pass new_head=True to load_pretrained"
+        )
     return None, (
         f"{key} has shape {list(shape)}, but {slot.name} of the model takes {list(expected)}{hint}"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from rope_jax.models.registry import find_model
 from rope_jax.names.notation import parse
 from rope_jax.weights.convert import (
     SOURCES,
@@ -23,10 +24,11 @@ from rope_jax.weights.convert import (
     rotates,
     table_grids,
 )
-from rope_jax.weights.files import EXTENSIONS, WeightsFile, open_weights, write_safetensors
+from rope_jax.weights.files import EXTENSIONS, WeightsFile, write_safetensors
 from rope_jax.weights.links import list_slots
 from rope_jax.weights.metadata import CLASSIFIER_OPTIONS, Metadata, family_name
 from rope_jax.weights.own import OWN, parameter_name
+from rope_jax.weights.released import open_listed
 
 
 def convert_state_dict(
@@ -127,7 +129,7 @@ def load_pretrained(
             `save_pretrained` belongs to a different model of the same names and shapes.
         ImportError: the package that reads it is not installed.
     """
-    with open_weights(where) as file:
+    with open_listed(where) as file:
         load_weights(model, file, source=source, new_head=new_head)
 
 
@@ -146,6 +148,7 @@ def load_weights(
     file_head, _ = _heads(model, file)
     file = _extract_backbone(model, file)
     target, source, plan = _plan(model, file, source, new_head=new_head)
+    _check_dilation(target, file)
     if file.metadata is not None and (message := _other_model(target, file, plan.backbone)):
         if other_model is None:
             raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
@@ -162,6 +165,21 @@ def load_weights(
         )
     if description is not None and model.num_classes and not (plan.backbone or plan.new_head):
         model.class_names = description.class_names
+
+
+def _check_dilation(model: nnx.Module, file: WeightsFile) -> None:
+    """Refuses published weights of other dilations, which names and shapes do not show."""
+    listed = file.listed
+    if file.metadata is not None or listed is None:
+        return
+    options = find_model(listed.name).options.override(listed.name, listed.options)
+    for name in ("dilation", "dilations"):
+        here, there = getattr(model.options, name, None), getattr(options, name, None)
+        if here != there:
+            raise ValueError(
+                f"{file.where!r} holds weights of {listed.name}, which has {name}={there}, and "
+                f"this model has {here}: create that model"
+            )
 
 
 def _heads(model: nnx.Module, file: WeightsFile) -> tuple[str | None, str | None]:

@@ -2,6 +2,7 @@
 
 `released.json` has a row for each. The first row of a model and position is the default: the one
 that the papers used, where there is one, else the model trained on ImageNet-1k at its own size.
+Rows with a head of dense prediction follow those of classifiers.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rope_jax.models.description import Description, Preprocessing, as_option
-from rope_jax.models.registry import MODELS, find_model
-from rope_jax.names.notation import parse
+from rope_jax.models.registry import find_model
+from rope_jax.names.notation import parse, unordered
 from rope_jax.names.text import image_pair
 from rope_jax.system.files import cache_folder
-from rope_jax.weights.download import download
+from rope_jax.weights.download import download, hub_file
 from rope_jax.weights.files import EXTENSIONS, HUB_FILES, WeightsFile, open_weights
 
 
@@ -57,6 +58,11 @@ class ReleasedWeights:
     file: str | None = None
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        """The tag, and what follows its first dot."""
+        return tuple(filter(None, (self.tag, self.tag.partition(".")[2])))
+
+    @property
     def head(self) -> str | None:
         """The name of the head of dense prediction; None for a classifier."""
         return self.options.get("head")
@@ -85,36 +91,39 @@ class ReleasedWeights:
                 model.safetensors".
 
         Raises:
-            FileNotFoundError: it cannot be downloaded; the message says what to do.
+            FileNotFoundError: it cannot be downloaded, or there is no such folder; the message says
+                what to do.
             ImportError: the package that downloads it is not installed.
             ValueError: it is not a file of weights, or damaged.
         """
         with open_weights(self._fetch(folder)) as file:
-            yield dataclasses.replace(
-                self.complete(file), preprocessing=self.preprocessing, where=self.tag
-            )
+            yield dataclasses.replace(self.describe(file), where=self.tag)
 
-    def complete(self, file: WeightsFile) -> WeightsFile:
-        """This file, with what it does not say itself."""
+    def describe(self, file: WeightsFile) -> WeightsFile:
+        """Adds what the list knows to a file of these weights."""
         return dataclasses.replace(
             file,
             source=file.source or self.source,
-            preprocessing=file.preprocessing or self.preprocessing,
+            preprocessing=self.preprocessing,
+            listed=self.description,
         )
 
     def _fetch(self, folder: str | os.PathLike | None) -> str:
-        """The path of the file in the folder or the cache, or a hub id."""
+        """The path of the file."""
         cache = cache_folder() / "weights"
+        if folder is not None and not os.path.isdir(folder):
+            raise FileNotFoundError(f"weights_dir={os.fspath(folder)}: there is no such folder")
         repository = self.where.rpartition("/")[2]
         names = [self.file] if self.file else [f"{repository}/{name}" for name in HUB_FILES]
         for place in [cache] if folder is None else [pathlib.Path(folder), cache]:
             if paths := [path for name in names for path in sorted(place.glob(name))]:
                 return str(paths[0])
         if self.file is None:
-            return self.where
-        if not self.where.endswith(self.file):
+            return hub_file(self.where, HUB_FILES)
+        if os.path.splitext(self.where)[1] not in EXTENSIONS:  # a page
             raise FileNotFoundError(
-                f"{self.tag}: get {self.file} from {self.where} and save it in {cache}"
+                f"{self.tag}: get {self.file} from {self.where} (unpacked, if it is in an archive) "
+                f"and save it under this name in {cache}, or in weights_dir"
             )
         download(self.where, cache / self.file)
         return str(cache / self.file)
@@ -123,32 +132,31 @@ class ReleasedWeights:
 @functools.cache
 def _released() -> tuple[ReleasedWeights, ...]:
     text = pathlib.Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-    return tuple(
-        ReleasedWeights(
-            **row
-            | {
-                "options": {name: as_option(value) for name, value in row["options"].items()},
-                "preprocessing": Preprocessing(**{k: as_option(v) for k, v in how.items()}),
-                "published": tuple(row["published"]),
-                "paper_rows": tuple(row["paper_rows"]),
-            }
-        )
-        for row in json.loads(text)
-        for how in [row["preprocessing"]]
+    return tuple(map(_read_row, json.loads(text)))
+
+
+def _read_row(entries: dict[str, Any]) -> ReleasedWeights:
+    options, preprocessing = (
+        {name: as_option(value) for name, value in entries[key].items()}
+        for key in ("options", "preprocessing")
+    )
+    lists = {name: tuple(entries[name]) for name in ("published", "paper_rows")}
+    return ReleasedWeights(
+        **entries | lists | {"options": options, "preprocessing": Preprocessing(**preprocessing)}
     )
 
 
 def list_weights(
     pattern: str = "*", *, position: str | None = None, paper: str | None = None
 ) -> list[ReleasedWeights]:
-    """The published weights, those that `pretrained=True` takes first.
+    """The published weights, of each model and position those first that `pretrained=True` takes.
 
     >>> [weights.tag for weights in list_weights("deit3_s16", position="rope_mixed")]
     ['naver_in1k', 'rope_mixed_deit_small_patch16_LS']
 
     Args:
         pattern: of the names of models, with `*`, `?` and `[...]`.
-        position: of the models.
+        position: of the models; options on which weights do not depend make no difference.
         paper: "heo", "thesis", ...: those that serve rows of its tables or figures.
 
     Returns:
@@ -159,9 +167,16 @@ def list_weights(
         weights
         for weights in _released()
         if fnmatch.fnmatchcase(weights.model, pattern)
-        and (position is None or parse(weights.position, "position") == parse(position, "position"))
+        and (position is None or _schemes(weights.position) == _schemes(position))
         and (paper is None or any(row.startswith(f"{paper}/") for row in weights.paper_rows))
     ]
+
+
+@functools.cache
+def _schemes(position: str) -> frozenset:
+    """The schemes of a position, without options on which weights do not depend."""
+    ignored = ("decay", "grow", "pairing", "resize", "shrink", "std")
+    return unordered(parse(position, "position"), ignored)
 
 
 def find_weights(
@@ -188,11 +203,9 @@ def find_weights(
         position = default
     weights = list_weights(model, position=position)
     name = None if head is None else parse(head, "head")[0].name
-    if tag is True:
-        fitting = [w for w in weights if w.head in (name, None)]
-    else:
-        fitting = [w for w in weights if tag in (w.tag, w.tag.partition(".")[2])]
-    fitting = [w for w in fitting if w.head == name] or fitting
+    tagged = [w for w in weights if tag is True or tag in w.tags]
+    with_head = [w for w in tagged if w.head == name]
+    fitting = with_head or [w for w in tagged if w.head is None or tag is not True]
     if not fitting:
         raise ValueError(_none_found(model, tag, position, weights))
     positions = dict.fromkeys(w.position for w in fitting)
@@ -217,41 +230,65 @@ def _none_found(
             f"there are some with {positions}"
         )
     tags = ", ".join(w.tag for w in weights)
-    return f"pretrained={tag!r}: {model} has no weights of that name; there are {tags}"
+    hint = ", and paths and hub ids go to --weights in commands" if "/" in str(tag) else ""
+    return f"pretrained={tag!r}: {model} has no weights of that name; there are {tags}{hint}"
 
 
-def listed_file(model: str, where: Any) -> ReleasedWeights | None:
-    """The published weights of a model that a hub id, or the name of a file, names; None if none.
+def find_listed(where: Any) -> ReleasedWeights | None:
+    """The published weights that a hub id, an address or the name of a file names; None if none.
 
-    >>> listed_file("deit_b16", "downloads/deit_base_patch16_384-8de9b5d1.pth").image_size
+    >>> find_listed("downloads/deit_base_patch16_384-8de9b5d1.pth").image_size
     384
-
-    Raises:
-        ValueError: they are those of another model of its family, in which the tensors may have the
-            same names and shapes.
     """
     if not isinstance(where, str | os.PathLike):
         return None
     where = os.fspath(where)
     name = os.path.basename(where)
-    rows = {
-        weights.model: weights
-        for weights in reversed(_released())
-        if where == weights.where or fnmatch.fnmatchcase(name, weights.file or "")
-    }
-    if model in rows or model not in MODELS:
-        return rows.get(model)
-    family = find_model(model).family
-    if others := [other for other in rows if find_model(other).family is family]:
-        raise ValueError(
-            f"pretrained={where!r} names weights of {others[0]}, not of {model}: create that model"
-        )
+    for weights in _released():
+        if where == weights.where or (weights.file and fnmatch.fnmatchcase(name, weights.file)):
+            return weights
     return None
 
 
-def names_released(pretrained: object) -> bool:
+@contextlib.contextmanager
+def open_listed(
+    where: str | os.PathLike | WeightsFile | ReleasedWeights,
+    folder: str | os.PathLike | None = None,
+) -> Iterator[WeightsFile]:
+    """Opens weights as `open_weights` does, with what the list knows of them.
+
+    Args:
+        where: as for `open_weights`, or published weights: a row of the list, the address or the
+            name of its file.
+        folder: see `ReleasedWeights.open`.
+
+    Raises:
+        ValueError: a folder is named, and the weights are not of the list; and as `open_weights`.
+    """
+    weights = where if isinstance(where, ReleasedWeights) else find_listed(where)
+    if weights is not None and (weights is where or _is_fetched(os.fspath(where), weights)):
+        with weights.open(folder) as file:
+            yield file
+        return
+    if folder is not None:
+        raise ValueError(
+            f"weights_dir={os.fspath(folder)} holds published weights: name them by True, a tag "
+            "or a hub id of the list (rope_jax.list_weights)"
+        )
+    with open_weights(where) as file:
+        yield file if weights is None else weights.describe(file)
+
+
+def _is_fetched(where: str, weights: ReleasedWeights) -> bool:
+    """Whether listed weights are named by their place, and not as a file that the user has."""
+    return not os.path.exists(where) and where in (weights.where, os.path.basename(where))
+
+
+def names_released(model: str, pretrained: object) -> bool:
     """Whether `pretrained` of `create_model` is True or a tag, and not a path or a hub id."""
     if not isinstance(pretrained, str):
         return pretrained is True
+    if any(pretrained in weights.tags for weights in list_weights(model)):
+        return True
     is_path = os.path.exists(pretrained) or "/" in pretrained
     return not is_path and os.path.splitext(pretrained)[1] not in EXTENSIONS

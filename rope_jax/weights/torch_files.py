@@ -24,7 +24,12 @@ import numpy as np
 from rope_jax.system.files import open_regular
 from rope_jax.system.npz import Npz
 
-_PICKLE_BYTES = 1 << 24  # a state dict of a thousand tensors has a few hundred thousand
+_PICKLE_BYTES = 1 << 22  # a state dict of a thousand tensors has a few hundred thousand
+_TOO_LONG = (
+    f"it has more than {_PICKLE_BYTES >> 20} MiB of instructions and text, as which pickles of "
+    "protocol 2 also spell arrays: save it with protocol 3 or newer"
+)
+_RETRY = "; if it was downloaded, delete it and try again"
 _LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
 # Of training files, in this order; a state dict may also be the whole file.
 _WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
@@ -112,8 +117,8 @@ class _Array:
         """Shape and dtype; raises ValueError if they are not those of the array's bytes."""
         shape, dtype, _, data = self.state
         dtype = dtype.check()
-        if len(shape) > 16:
-            raise ValueError("an array has more than 16 axes")
+        if not isinstance(shape, tuple) or len(shape) > 16:
+            raise ValueError("an array has no shape, or more than 16 axes")
         _check_numbers(*shape)
         if not isinstance(data, bytes | bytearray | memoryview | str):
             raise ValueError("an array has no bytes")
@@ -163,6 +168,9 @@ _STORAGES = {
 }
 _BUILTINS = ("builtins", "__builtin__")  # of Python 3 and 2
 _CORES = ("core", "_core")  # of NumPy 1 and 2
+# Of the settings and schedules in training files.
+_PLAIN = ("set", "frozenset", "list", "dict", "int", "float", "complex", "range", "slice")
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
 _KNOWN = {
     "collections OrderedDict": lambda: {},
     "torch Size": lambda sizes: tuple(sizes[:17]),
@@ -173,7 +181,10 @@ _KNOWN = {
     **{f"torch {name}Storage": jnp.dtype(dtype) for name, dtype in _STORAGES.items()},
     "argparse Namespace": _Ignored,
     "yacs.config CfgNode": _Ignored,  # of Swin's training files
-    **{f"{module} {kind}": _Ignored for module in _BUILTINS for kind in ("set", "frozenset")},
+    **{f"{module} {kind}": _Ignored for module in _BUILTINS for kind in _PLAIN},
+    **{f"collections {kind}": _Ignored for kind in ("Counter", "defaultdict")},
+    **{f"pathlib {kind}": _Ignored for kind in ("PosixPath", "WindowsPath")},
+    **{f"torch {name}": _Ignored for name in ("device", *_DTYPES)},
     **{f"{module} bytes": lambda: b"" for module in _BUILTINS},  # empty ones of protocol 2
     "numpy dtype": _Dtype,
     "numpy ndarray": _Ignored,  # only named, as the type to reconstruct
@@ -208,7 +219,7 @@ def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
         with _blame(path):
             begin = file.read(4)
             if begin != b"PK\x03\x04" and begin[:1] != b"\x80":
-                raise ValueError(f"it begins with {begin!r}")
+                raise ValueError(f"it begins with {begin!r}, as no such file does{_RETRY}")
             numbers = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if begin[:1] == b"\x80":
                 content, offsets = _read_legacy(numbers)
@@ -219,7 +230,9 @@ def open_torch(path: str | os.PathLike) -> Iterator[Npz]:
             shapes = {name: array.check() for name, array in arrays.items()}
             shapes |= {name: (x.shape, x.storage.dtype) for name, x in tensors.items()}
             if not shapes:
-                raise ValueError("it has no dictionary of tensors")
+                keys = [repr(key)[:20] for key in content] if isinstance(content, dict) else []
+                names = f" under {', '.join(_WRAPPERS)}, only {', '.join(keys[:5])}" if keys else ""
+                raise ValueError(f"it has no dictionary of tensors{names}")
             for storage in {tensor.storage for tensor in tensors.values()}:
                 if offsets[storage.key] + storage.size > len(numbers):
                     raise ValueError(f"storage {storage.key[:20]} ends after the file")
@@ -250,7 +263,9 @@ def _read_zip(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
 
         def read(name: str) -> bytes:
             file.seek(place(name))
-            return file.read(min(members[folder + name].file_size, _PICKLE_BYTES))
+            if members[folder + name].file_size > _PICKLE_BYTES:
+                raise ValueError(_TOO_LONG)
+            return file.read(members[folder + name].file_size)
 
         if folder + "byteorder" in members and read("byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
@@ -322,7 +337,7 @@ def _build(file: io.BytesIO | mmap.mmap, storages: set[_Storage] | None = None) 
         end = file.tell()
         left -= 0 if opcode.name in _BYTES else end - start
         if left < 0:
-            raise ValueError(f"it has more than {_PICKLE_BYTES} bytes beside its numbers")
+            raise ValueError(_TOO_LONG)
         match opcode.name:
             case "PROTO" | "FRAME":
                 pass
@@ -437,4 +452,5 @@ def _blame(path: str) -> Iterator[None]:
         zipfile.BadZipFile,
     ) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        reason += _RETRY if isinstance(error, zipfile.BadZipFile) else ""
         raise ValueError(f"{path} cannot be read as a state dict: {reason[:400]}") from None

@@ -237,7 +237,7 @@ def prepare_run(requested):
 
     with pytest.MonkeyPatch.context() as patch:
         classifier = (requested.model.name, requested.model.position)
-        patch.setattr(restore, "open_weights", lambda where: open_weights(where, *classifier))
+        patch.setattr(restore, "open_listed", lambda where: open_listed(where, *classifier))
         model = nnx.eval_shape(start)
     model.preprocessing = restore.run_preprocessing(completed[0].data, completed[0].eval.frame)
     return completed[0], model
@@ -254,6 +254,14 @@ def open_weights(where, name=None, position=None):
     shapes = {link.key: (link.slot.shape, np.dtype("float32")) for link in links}
     metadata = Metadata.from_json(Metadata.from_model(model, {}).to_json(), where)
     yield WeightsFile(shapes, np.zeros, own.OWN, metadata, where)
+
+
+def open_listed(where, *classifier, saved=None):
+    """Opens published weights, an open file, or those of `open_weights`."""
+    if isinstance(where, WeightsFile):
+        return contextlib.nullcontext(where)
+    published = isinstance(where, released.ReleasedWeights)
+    return where.open() if published else open_weights(saved or where, *classifier)
 
 
 def load_pretrained(model, where, *, source):
@@ -339,7 +347,7 @@ def run(folder, monkeypatch, capsys):
         (data, "canvases_of", lambda *asked: CANVASES(*asked)[:1]),  # each takes seconds
         (arguments, "cores", lambda: 0),
         (load, "fill", lambda _, plan, read, source, where: convert.refuse(plan.problems, source)),
-        (create, "open_weights", lambda _: open_weights(SAVED[page])),
+        (create, "open_listed", lambda where, _: open_listed(where, saved=SAVED.get(page))),
         (released.ReleasedWeights, "open", open_released),
         (loading, "create_model", shapes),
         (loading, "load_pretrained", load_pretrained),

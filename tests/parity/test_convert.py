@@ -331,7 +331,8 @@ def test_all_problems_are_reported_at_once_without_changes():
         "blocks.1.norm1.weight is missing: it fills blocks.1.norm1.scale of the model",
         "dist_token of shape [1, 1, 48] is not expected: no parameter of this model takes it",
         "head.weight has shape [7, 48], but head.kernel of the model takes [5, 48]: create "
-        "the model with num_classes=7, or pass new_head=True",
+        "the model with num_classes=7; for a new head, name num_classes in create_model, or pass "
+        "new_head=True to load_pretrained",
         "pos_embed has shape [1, 18, 48], but position.ape.embedding of the model takes [1, "
         "17, 48]",
         "norm.bias has dtype int64; weights are floating-point",

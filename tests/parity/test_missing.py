@@ -128,9 +128,9 @@ def test_weights_without_a_head_need_an_explicit_request(name, settings, source,
     with pytest.raises(ValueError, match=r"no head. Create the model with num_classes=0 for"):
         load_pretrained(abstract(name, settings), path)
     create(num_classes=0)
-    assert capsys.readouterr().out == ""
+    assert "head" not in capsys.readouterr().out
     create(num_classes=1000)
-    assert capsys.readouterr().out == "head: new, 1000 classes\n"
+    assert capsys.readouterr().out.startswith("head: new, 1000 classes\n")
 
 
 def test_state_dicts_without_a_head_are_treated_alike(capsys):

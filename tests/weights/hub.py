@@ -37,6 +37,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.starts.append(start)
         if start and start >= len(content):
             return self.reply(416, headers)
+        if asked:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.reply(206 if asked else 200, headers, content[start:])
 
     def reply(self, status, headers, content=b""):

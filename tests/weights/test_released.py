@@ -20,10 +20,11 @@ from rope_jax.config import ConfigError
 from rope_jax.config.settings import DataConfig
 from rope_jax.runs.loading import load_model
 from rope_jax.runs.restore import start_from
-from rope_jax.weights import list_weights
+from rope_jax.weights import export_state_dict, list_weights, load_pretrained
 from rope_jax.weights.convert import SOURCES, plan_conversion
 from rope_jax.weights.files import WeightsFile
-from rope_jax.weights.released import find_weights, listed_file
+from rope_jax.weights.load import load_weights
+from rope_jax.weights.released import find_listed, find_weights
 from tests.models.small import some_slow
 from tests.refusals import expect_refusal
 from tests.weights.hub import serve
@@ -115,20 +116,34 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
     small = {name: SMALL[name] for name in ("width", "heads", "depth", "num_classes")}
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert (model.image_size, model.preprocessing.crop) == ((384, 384), 0.875)
-    assert listed_file("dinov3_s16", "dinov3_vits16_pretrain_lvd1689m-08c60483.pth")
-    listed = listed_file("deit3_s16", "downloads/deit_3_small_224_21k.pth")
-    assert listed.complete(WeightsFile({}, {}.get)).preprocessing.crop == 1.0
-    dilated = tmp_path / "dinat_isotropic_small_in1k_224.pth"
-    with pytest.raises(ValueError, match="names weights of dinat_isotropic_s16, not of nat_iso"):
-        rope_jax.create_model("nat_isotropic_s16", position="rpb", pretrained=dilated)
+    assert find_listed("dinov3_vits16_pretrain_lvd1689m-08c60483.pth")
+    listed = find_listed("downloads/deit_3_small_224_21k.pth")
+    assert listed.describe(WeightsFile({}, {}.get)).preprocessing.crop == 1.0
+    assert find_listed("downloads/") is None
+    load_pretrained(fresh := rope_jax.create_model("deit_b16", **SMALL), path)
+    assert fresh.preprocessing == model.preprocessing
     path = shutil.copy(FILE, tmp_path / "mine.pth")
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert model.image_size == (224, 224)
 
 
+def test_weights_of_other_dilations_are_refused():
+    small = {"position": "rpb", "width": 4, "heads": 1, "depth": 2, "num_classes": 2}
+    model = rope_jax.create_model("nat_isotropic_s16", image_size=112, **small)
+    arrays = export_state_dict(model, source="nat")
+    shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    file = find_weights("dinat_isotropic_s16", True).describe(WeightsFile(shapes, arrays.get))
+    with pytest.raises(ValueError, match="has dilation=2, and this model has 1: create that model"):
+        load_weights(model, file)
+    load_weights(rope_jax.create_model("nat_isotropic_s16", dilation=2, **small), file)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
+        ("deit_ti16", {"pretrained": ""}, "'': deit_ti16 has no weights of that name"),
+        ("deit_ti16", {"pretrained": False, "weights_dir": "x"}, "weights_dir=x needs pretrained"),
+        ("deit_ti16", {"pretrained": str(FILE), "weights_dir": "x"}, "holds published weights"),
         ("deit3_s16", {"position": "rpb"}, "position='rpb'.*; there are some with ape, rope2d"),
         ("cat_5", {}, "no weights of cat_5 are public"),
         ("deit3_s16", {"pretrained": "naver_in1k"}, "several positions.*one of rope2d, rope2d"),
@@ -170,7 +185,7 @@ def test_the_command_lists_them(capsys):
     table = capsys.readouterr().out
     assert "80.9, 384: 81.8 (authors' README), 224: 81.252 (timm" in table
     assert "naver-ai/rope_mixed_deit_small_patch16_LS" in table
-    with expect_refusal(capsys, "no weights are published"):
+    with expect_refusal(capsys, "no weights of these are published"):
         command.main(["deit5*"])
 
 

@@ -1,5 +1,6 @@
 """Files of `torch.save`, written by tests/data/torch/make.py; hostile ones, which run nothing."""
 
+import collections
 import io
 import os
 import pathlib
@@ -241,13 +242,23 @@ HOSTILE = {
     "negative array": (lambda m: pickled({"x": Claimed((-2, -3))}), "no natural number"),
     "axes": (lambda m: pickled({"x": Claimed((1,) * 17)}), "more than 16 axes"),
     "no bytes": (lambda m: pickled({"x": Claimed(data=[0] * 24)}), "an array has no bytes"),
-    "long text": (lambda m: pickled({"x": "x" * 2**24}), "bytes beside its numbers"),
-    "no arrays": (lambda m: pickled({"x": [1, 2]}), "no dictionary of tensors"),
+    "long text": (lambda m: pickled({"x": "x" * 2**24}), "MiB of instructions and text"),
+    "no arrays": (lambda m: pickled({"x": [1, 2]}), "tensors under model, .*, only 'x'"),
+    "half an archive": (lambda m: npz()[:-30], "File is not a zip file; .* delete it and try"),
     "another archive": (lambda m: npz(), "no data.pkl"),
     "nothing": (lambda m: b"", "begins with"),
     "text": (lambda m: b"version https://git-lfs.github.com/spec/v1\n", "begins with b'vers'"),
     "tensor alone": (lambda m: archive(b"\x80\x02N."), "no dictionary of tensors"),
 }
+
+
+def test_settings_and_schedules_of_a_training_file_are_ignored(tmp_path):
+    path = tmp_path / "weights.pth"
+    others = [collections.Counter([3]), collections.defaultdict(list, a=[1]), range(3), slice(2)]
+    others += [1j, {1, 2}, np.float32(1)]
+    path.write_bytes(pickled({"model": {"x": np.ones(2, np.float32)}, "others": others}))
+    with open_torch(path) as file:
+        np.testing.assert_array_equal(file.read("x"), [1, 1])
 
 
 def npz():
