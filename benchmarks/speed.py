@@ -54,8 +54,8 @@ import jax.numpy as jnp
 from benchmarks import _layers, _models, _rotations
 from benchmarks._runner import Keep, earlier_result
 from benchmarks._timing import Case, Start, Timer, machine_limits, take_turns
-from rope_jax.analysis import expected
 from rope_jax.names.text import format_table
+from rope_jax.papers import published
 from rope_jax_kernels.accuracy import error
 
 PARTS = {
@@ -133,18 +133,19 @@ def ratios(measured: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 def speedups(measured: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
     """Rows of table A.2: our ratios of times, and those printed in the thesis (A100, %)."""
-    for entry in expected.speedups():
-        over, form = FORMS[entry["over"]], FORMS[entry["form"]]
+    printed: dict[tuple[str, str, str], list[float]] = {}  # average, least, most
+    for cell in published("thesis/table_A.2"):
+        key = (cell.key["precision"], cell.key["over"], cell.key["form"])
+        printed.setdefault(key, []).append(cell.value)
+    for (precision, slow, fast), percents in printed.items():
+        over, form = FORMS[slow], FORMS[fast]
         each = [
             row["microseconds"][over] / row["microseconds"][form]
             for row in measured
-            if row["group"].split(", ")[1] == entry["precision"]
-            and {over, form} <= {*row["microseconds"]}
+            if row["group"].split(", ")[1] == precision and {over, form} <= {*row["microseconds"]}
         ]
         ours = (statistics.fmean(each), min(each), max(each)) if each else ("-",) * 3
-        published = (entry["average"], entry["least"], entry["most"])
-        ratio = f"{entry['over']} / {entry['form']}"
-        yield [entry["precision"], ratio, len(each), *ours, *published]
+        yield [precision, f"{slow} / {fast}", len(each), *ours, *percents]
 
 
 def throughput(table: str, measured: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
@@ -153,15 +154,14 @@ def throughput(table: str, measured: Sequence[Mapping[str, Any]]) -> Iterator[li
         name, images = row["case"].split(", ")[:2]
         for form, us in row["microseconds"].items():
             software, position = form.split("+")
-            key = (f"Kane, thesis, table {table}", name, position)
+            key = {"quantity": "images_per_second", "model": name, "position": position}
+            cells = published(f"thesis/table_{table}")
             best = max(
-                (x for x in expected.entries() if "images_per_second" in x
-                 and (x["source"], x.get("model"), x.get("position")) == key),
-                key=lambda x: x["images_per_second"],
-            )  # fmt: skip
+                (cell for cell in cells if key.items() <= cell.key.items()),
+                key=lambda cell: cell.value,
+            )
             speed = 1e6 * int(images.split()[0]) / us
-            published = f"{best['images_per_second']:,} ({best['kernel']})"
-            yield [name, position, software, speed, published]
+            yield [name, position, software, speed, f"{best.value:,} ({best.key['kernel']})"]
 
 
 def make_table(table: str | None, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

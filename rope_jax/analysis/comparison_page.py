@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_jax.analysis import expected, plots
+from rope_jax.analysis import plots
 from rope_jax.analysis.analyses import OF_MODEL, analyse_model
 from rope_jax.analysis.comparison import (
     Estimates,
@@ -35,6 +35,7 @@ from rope_jax.evaluate.results import (
     score_titles,
 )
 from rope_jax.names.text import format_table, size_text
+from rope_jax.papers import find_published
 from rope_jax.runs.loading import load_run
 from rope_jax.training.kernels import kernels_of_run
 
@@ -172,10 +173,11 @@ def _papers(groups: Groups, estimates: Estimates) -> list[str]:
     for name, group in groups.items():
         model, dataset = group[0].config.model, group[0].rows[0]["dataset"]
         query = {"model": model.name, "position": model.position, "dataset": dataset}
+        query |= {"options": model.options, "quantity": "top1"}
         for size, estimate in estimates[name].items():
             cells = (model.name, model.position, size_text(size), estimate.text())
-            numbers = expected.find(**query, resolution=list(size))
-            rows += [(*cells, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
+            numbers = find_published(**query, resolution=list(size))
+            rows += [(*cells, f"{number.value:.2f}", number.source) for number in numbers]
     if not rows:
         return []
     text = paragraph("Accuracy in percent, for the same model, scheme and resolution.")

@@ -56,13 +56,13 @@ class Metadata:
         position = next(iter(model.parts().values())).position
         names = {scheme: name for name, scheme in SCHEMES.items()}
         settings = [
-            [names[type(module)], _plain(vars(module))]
+            [names[type(module)], options_of_weights(vars(module))]
             for _, module in nnx.iter_modules(position)
             if isinstance(module, Position) and type(module) in names
         ]
-        options = _plain(dataclasses.asdict(model.options))
+        options = options_of_weights(dataclasses.asdict(model.options))
         if getattr(model, "head_notation", None) is not None:
-            head_options = _plain(dataclasses.asdict(model.head.options))
+            head_options = options_of_weights(dataclasses.asdict(model.head.options))
             options |= {f"head.{name}": value for name, value in head_options.items()}
         settings = sorted(settings, key=json.dumps)
         description = Description.from_model(model)
@@ -117,8 +117,8 @@ def family_name(model: nnx.Module) -> str:
     return (kind.__base__ if getattr(kind, "beyond_classifier", ()) else kind).__name__
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers, strings and tuples that weights depend on."""
+def options_of_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a model or scheme that weights depend on: numbers, strings and tuples."""
     return {
         name: value
         for name, value in sorted(values.items())

@@ -9,7 +9,6 @@ import pytest
 import benchmarks
 from benchmarks import _layers, _rotations, _timing, speed
 from benchmarks._runner import main
-from rope_jax.analysis import expected
 from rope_jax_kernels.model_shapes import LAYERS
 
 LIMITS = {"copy_gb_per_s": 1000.0, "launch_us": 2.0}
@@ -155,7 +154,7 @@ def test_rotation_tables_show_the_thesis():
     assert speedups["16-32", "compiled / fused"][:4] == [2, 2.5, 2.0, 3.0]
     assert speedups["16-16", "eager / compiled"] == [1, 2.0, 2.0, 2.0, 2, -6, 975]
     assert speedups["32-32", "eager / fused"][:4] == [0, "-", "-", "-"]
-    assert len(speedups) == len(expected.speedups())
+    assert len(speedups) == 9
 
 
 @pytest.mark.parametrize("table", speed.MODELS)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.analysis import expected
+from rope_jax.papers import find_published, published
 from rope_jax.training.optim import decay_mask
 from rope_jax.training.trees import named_leaves
 from tests.config.test_recipes import DENSE, RECIPES, recipe, resolve_recipe
@@ -34,23 +34,21 @@ def cells(text, *, after, before):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_expected_accuracies_match_the_papers(name):
-    """Compares all numbers with `analysis.expected`, which has no others of these models."""
+    """Compares all numbers with `papers.published`, which has no others of these models."""
     _, text = recipe(name)
     start = re.search(r"Expected top-1 in percent \((.+?)\), not\s+trained\s+here", text, re.S)
-    filter_source = lambda candidates: [
-        x for x in candidates if x["source"] == " ".join(start[1].split())
-    ]
+    filter_source = lambda cells: [x for x in cells if x.source == " ".join(start[1].split())]
     shown = []
     for column, model, position, values in cells(text, after=start[0], before="Known deviations"):
         dataset, sides = column.split(" ", 1)
         for side, value in zip(sides.split(", "), values.split(", "), strict=True):
-            context = {"dataset": dataset, "resolution": [int(side)] * 2}
-            entries = filter_source(expected.find(model=model, position=position, **context))
-            assert [entry["top1"] for entry in entries] == [float(value)], (model, position)
-            shown += entries
-    models = {entry["model"] for entry in shown}
-    published = [x for x in filter_source(expected.entries()) if x.get("model") in models]
-    assert [x for x in published if x not in shown and "top1" in x] == []
+            key = {"dataset": dataset, "resolution": [int(side)] * 2, "quantity": "top1"}
+            found = filter_source(find_published(model=model, position=position, **key))
+            assert [cell.value for cell in found] == [float(value)], (model, position)
+            shown += found
+    models = {cell.key["model"] for cell in shown}
+    others = [x for x in filter_source(published()) if x.key.get("model") in models]
+    assert [x for x in others if x not in shown and x.key["quantity"] == "top1"] == []
     assert len(shown) > 1
 
 
@@ -63,18 +61,17 @@ def test_expected_accuracies_match_the_papers(name):
     ],
 )
 def test_expected_values_match_the_papers(name, kind, after, before, count):
-    """Compares all numbers of a docstring with `analysis.expected`, which has no others."""
+    """Compares all numbers of a docstring with `papers.published`, which has no others."""
     shown = {
         (kind.format(column), model, position): float(value)
         for column, model, position, value in cells(recipe(name)[1], after=after, before=before)
     }
-    published = {
-        (entry["task"], entry["model"], entry["position"]): entry["value"]
-        for entry in expected.entries()
-        if entry["source"].startswith("Heo et al., arXiv 2403.13298, table")
-        and re.fullmatch(kind.format(".*"), entry.get("task", ""))
+    printed = {
+        (cell.key["task"], cell.key["model"], cell.key["position"]): cell.value
+        for cell in published()
+        if re.fullmatch(kind.format(".*"), cell.key.get("task", ""))
     }
-    assert shown == published
+    assert shown == printed
     assert len(shown) == count
 
 
