@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_jax.config.resolve import model_overrides
 from rope_jax.models.registry import find_model
-from rope_jax.names.notation import Call, parse
+from rope_jax.names.notation import parse, unordered
 from rope_jax.weights.metadata import options_of_weights
 
 PAPERS = ("thesis", "heo", "lape", "cat")
@@ -111,7 +111,7 @@ def find_published(*, model: str, position: str, options: str = "", **key: Any) 
         for cell in published()
         if key.items() <= cell.key.items()
         and "position" in cell.key
-        and _canonical(cell.key["position"]) == _canonical(position)
+        and _schemes(cell.key["position"]) == _schemes(position)
         and _identity(model, cell.key.get("options", "")) == _identity(model, options)
     ]
 
@@ -125,20 +125,6 @@ def _identity(model: str, options: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _canonical(position: str) -> frozenset:
-    """A scheme as nested sets."""
-    return _as_set(parse(position, "position"))
-
-
-_UNNAMED = ("decay", "std", "resize")
-
-
-def _as_set(calls: tuple[Call, ...]) -> frozenset:
-    return frozenset(
-        (
-            call.name,
-            frozenset(option for option in call.options if option[0] not in _UNNAMED),
-            tuple(map(_as_set, call.inner)),
-        )
-        for call in calls
-    )
+def _schemes(position: str) -> frozenset:
+    """The schemes of a position, without options that tables of results do not name."""
+    return unordered(parse(position, "position"), ("decay", "std", "resize"))
