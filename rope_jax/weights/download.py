@@ -57,7 +57,7 @@ def hub_file(repository: str, names: Sequence[str]) -> str:
     if not reachable:
         raise FileNotFoundError(
             f"pretrained={repository!r} is not in the cache, and the hub cannot be reached: try "
-            "again with a network, or name a file"
+            "again with a network, or name a file (of published weights, its folder: weights_dir)"
         )
     raise FileNotFoundError(
         f"pretrained={repository!r}: the repository has none of {', '.join(names)}"
