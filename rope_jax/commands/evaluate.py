@@ -129,8 +129,8 @@ def _evaluate(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     if not loaded.model.num_classes:
         raise ConfigError(
-            f"{loaded.weights} has no head to be scored: train one (--config.init_from), or use "
-            "rope_jax analyse"
+            f"{loaded.weights} has no classification head to score: train one "
+            "(--config.init_from), or use rope_jax analyse"
         )
     _check(args, loaded.config is not None, find_task(loaded.model))
     if args.out is not None:

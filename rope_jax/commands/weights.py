@@ -62,5 +62,5 @@ def main(arguments: list[str] | None = None) -> None:
         positions = ", ".join(dict.fromkeys(w.position for w in list_weights(asked.pattern)))
         hint = name_here(asked.pattern) or "without arguments, all are listed"
         hint = f"{asked.pattern} has some with {positions}" if positions else hint
-        parser.error(f"no weights of these are published; {hint}")
+        parser.error(f"no published weights match; {hint}")
     print(format_table(HEADER, rows(listed)))

@@ -1,4 +1,4 @@
-"""Every number that the papers published, by table: `published/*.json`.
+"""Every number of the papers' tables: `published/*.json`.
 
 Models, schemes and data sets have this library's names. What the figures show has no printed
 numbers; those that Heo et al. published with their code are "heo/code", and the accuracies of

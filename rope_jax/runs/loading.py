@@ -15,7 +15,7 @@ from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.files import file_sha256
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, load_pretrained
-from rope_jax.weights.create import create_model
+from rope_jax.weights.create import create_model, names_weights
 from rope_jax.weights.released import ReleasedWeights, find_listed, find_weights, open_listed
 
 # Arguments that belong to a WORKDIR, and to --model.
@@ -128,27 +128,29 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
             head=arguments.head,
             **options,
         )
-    released = path = None
-    weights = arguments.weights
+    released, weights, saved = None, arguments.weights, names_weights(arguments.model)
+    if saved and weights is not None:
+        raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
     if arguments.pretrained is not None:
         settings = {"position": arguments.position, "head": arguments.head}
         with blame("--pretrained"):
             released = find_weights(arguments.model, arguments.pretrained, **settings)
-            with released.open(arguments.weights_dir) as file:
-                model, path, weights = create_named(pretrained=file), file.path, released.tag
-    elif weights is not None and arguments.source is None and find_listed(weights) is not None:
+        with blame("--model"):
+            model = create_named(pretrained=released, weights_dir=arguments.weights_dir)
+        path, weights = released.locate(arguments.weights_dir), released.tag
+    elif weights is not None and find_listed(weights) is not None:
+        released = find_listed(weights)
         with blame("--weights"), open_listed(weights) as file:  # with its size, options and classes
-            model, path = create_named(pretrained=file), file.path
+            source = arguments.source or file.source
+            model = create_named(pretrained=dataclasses.replace(file, source=source))
+            path = file.path
     else:
         with blame("--model"):
             model = create_named()
-        saved = model.name != arguments.model  # --model names weights
-        if saved and weights is not None:
-            raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
         if weights is not None:
             with blame("--weights"):
                 load_pretrained(model, weights, source=arguments.source)
-        weights = weights or (arguments.model if saved else f"fresh, seed {seed}")
+        path = weights = weights or (arguments.model if saved else f"fresh, seed {seed}")
     fresh = functools.partial(
         create_model,
         model.name,
@@ -170,7 +172,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         model.preprocessing or Preprocessing(),
         None,
         weights,
-        sha256=_sha256(path or weights),
+        sha256=_sha256(path),
         released=released,
     )
 

@@ -150,8 +150,8 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
 
     Args:
         model: is changed in place.
-        where: anything that `pretrained` of `create_model` takes; "released" or "released:TAG" for
-            the published weights of the model.
+        where: a path, a hub id or the workdir of a run, as for `pretrained` of `create_model`;
+            "released" or "released:TAG" for the published weights of the model.
         data: of the run.
 
     Raises:

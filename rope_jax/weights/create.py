@@ -103,10 +103,11 @@ def create_model(
     arguments |= {"head": head, "blocks": blocks}
     if pretrained is False and names_weights(name):
         pretrained = name
-    if name in MODELS:  # before a download
-        find_model(name).options.override(name, overrides)
-    if names_released(name, pretrained):
+    if names_released(pretrained):
         pretrained = find_weights(name, pretrained, position=position, head=head)
+    if isinstance(pretrained, ReleasedWeights) and pretrained.model == name:  # before a download
+        options = {**pretrained.description.options, **overrides}
+        find_model(name).options.override(name, options)
     if pretrained is not False:
         opened = open_listed(pretrained, weights_dir)
     elif weights_dir is None:

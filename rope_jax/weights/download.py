@@ -3,11 +3,12 @@
 Interrupted downloads are resumed.
 """
 
+import contextlib
 import fcntl
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from rope_jax.system.files import file_sha256
@@ -100,21 +101,38 @@ def download(url: str, path: pathlib.Path) -> None:
     """
     part = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(part, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # another process may be downloading it
-        if path.exists():
+    with _locked(part) as file:
+        if path.exists():  # by another process
+            part.unlink()
             return
         try:
             _resume(url, file)
         except OSError as error:  # and all of requests' errors
+            if not os.path.getsize(part):
+                part.unlink()
             raise FileNotFoundError(
                 f"{_failure(url, error)}, or save the file as {path}"
             ) from error
         digits = re.search(r"-([0-9a-f]{8})$", path.stem)
         if digits and not file_sha256(part).startswith(digits[1]):
-            file.truncate(0)
+            part.unlink()
             raise ValueError(f"{url} is damaged: its SHA-256 does not begin with {digits[1]}")
         os.replace(part, path)
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file to append to, which this process alone writes."""
+    while True:
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                is_current = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                is_current = False
+            if is_current:  # not moved or deleted while this process waited
+                yield file
+                return
 
 
 def _resume(url: str, file: BinaryIO) -> None:

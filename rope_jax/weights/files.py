@@ -72,7 +72,7 @@ def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile
     if isinstance(where, WeightsFile):
         yield where
         return
-    where = re.sub("^hf[-_]hub:", "", os.fspath(where))  # timm's way to name the hub
+    where = plain_hub_id(os.fspath(where))
     path, owner = _find(where)
     with _open_file(path) as file:
         yield dataclasses.replace(
@@ -127,6 +127,15 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
         described = entries.get(_METADATA)
         metadata = None if described is None else Metadata.from_json(described, path)
         yield WeightsFile(shapes, file.get_tensor, source, metadata)
+
+
+def plain_hub_id(where: str) -> str:
+    """A hub id without timm's prefix.
+
+    >>> plain_hub_id("hf-hub:timm/deit_tiny_patch16_224.fb_in1k")
+    'timm/deit_tiny_patch16_224.fb_in1k'
+    """
+    return re.sub("^hf[-_]hub:", "", where)
 
 
 def _find(where: str) -> tuple[str, str | None]:

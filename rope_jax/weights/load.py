@@ -28,7 +28,7 @@ from rope_jax.weights.files import EXTENSIONS, WeightsFile, write_safetensors
 from rope_jax.weights.links import list_slots
 from rope_jax.weights.metadata import CLASSIFIER_OPTIONS, Metadata, family_name
 from rope_jax.weights.own import OWN, parameter_name
-from rope_jax.weights.released import open_listed
+from rope_jax.weights.released import open_listed, schemes_of_weights
 
 
 def convert_state_dict(
@@ -148,10 +148,13 @@ def load_weights(
     file_head, _ = _heads(model, file)
     file = _extract_backbone(model, file)
     target, source, plan = _plan(model, file, source, new_head=new_head)
-    _check_dilation(target, file)
-    if file.metadata is not None and (message := _other_model(target, file, plan.backbone)):
-        if other_model is None:
-            raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
+    if file.metadata is None:
+        message, advice = _unlike_listed(model, target, file), "Create that model"
+    elif message := _other_model(target, file, plan.backbone):
+        advice = _advice(target, file.metadata.options)
+    if message and other_model is None:
+        raise ValueError(f"{message}. {advice}")
+    if message:
         other_model(message)
     fill(target, plan, file.read, source, file.where)
     description = file.description
@@ -167,19 +170,34 @@ def load_weights(
         model.class_names = description.class_names
 
 
-def _check_dilation(model: nnx.Module, file: WeightsFile) -> None:
-    """Refuses published weights of other dilations, which names and shapes do not show."""
+def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> str | None:
+    """A message about published weights of another model, as far as names and shapes may not show.
+
+    Args:
+        model: to be filled.
+        target: it, or its backbone.
+        file: of the weights.
+    """
     listed = file.listed
-    if file.metadata is not None or listed is None:
-        return
-    options = find_model(listed.name).options.override(listed.name, listed.options)
-    for name in ("dilation", "dilations"):
-        here, there = getattr(model.options, name, None), getattr(options, name, None)
-        if here != there:
-            raise ValueError(
-                f"{file.where!r} holds weights of {listed.name}, which has {name}={there}, and "
-                f"this model has {here}: create that model"
-            )
+    if listed is None:
+        return None
+    there = find_model(listed.name).options.override(listed.name, listed.options)
+    differences = [
+        (name, getattr(there, name), getattr(target.options, name))
+        for name in ("dilation", "dilations")
+        if model.name != listed.name
+        and type(there) is type(target.options)
+        and hasattr(there, name)
+    ]
+    positions = [schemes_of_weights(text) for text in (listed.position, model.notation)]
+    if positions[0] != positions[1]:
+        differences.append(("position", listed.position, model.notation))
+    different = [
+        f"{name} is {old} there and {new} here" for name, old, new in differences if old != new
+    ]
+    if not different:
+        return None
+    return f"{file.where!r} holds the weights of {listed.name}: {'; '.join(different)}"
 
 
 def _heads(model: nnx.Module, file: WeightsFile) -> tuple[str | None, str | None]:

@@ -21,7 +21,13 @@ from rope_jax.names.notation import parse, unordered
 from rope_jax.names.text import image_pair
 from rope_jax.system.files import cache_folder
 from rope_jax.weights.download import download, hub_file
-from rope_jax.weights.files import EXTENSIONS, HUB_FILES, WeightsFile, open_weights
+from rope_jax.weights.files import (
+    EXTENSIONS,
+    HUB_FILES,
+    WeightsFile,
+    open_weights,
+    plain_hub_id,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,11 @@ class ReleasedWeights:
         return tuple(filter(None, (self.tag, self.tag.partition(".")[2])))
 
     @property
+    def is_page(self) -> bool:
+        """Whether `where` is a page, from which only a person gets the file."""
+        return self.file is not None and os.path.splitext(self.where)[1] not in EXTENSIONS
+
+    @property
     def head(self) -> str | None:
         """The name of the head of dense prediction; None for a classifier."""
         return self.options.get("head")
@@ -93,14 +104,17 @@ class ReleasedWeights:
         Raises:
             FileNotFoundError: it cannot be downloaded, or there is no such folder; the message says
                 what to do.
+            PermissionError: the hub's repository is gated.
             ImportError: the package that downloads it is not installed.
             ValueError: it is not a file of weights, or damaged.
         """
-        with open_weights(self._fetch(folder)) as file:
+        with open_weights(self.locate(folder)) as file:
             yield dataclasses.replace(self.describe(file), where=self.tag)
 
     def describe(self, file: WeightsFile) -> WeightsFile:
         """Adds what the list knows to a file of these weights."""
+        if file.metadata is not None:  # of a model that was saved under this name
+            return file
         return dataclasses.replace(
             file,
             source=file.source or self.source,
@@ -108,8 +122,8 @@ class ReleasedWeights:
             listed=self.description,
         )
 
-    def _fetch(self, folder: str | os.PathLike | None) -> str:
-        """The path of the file."""
+    def locate(self, folder: str | os.PathLike | None = None) -> str:
+        """The path of the file, which is downloaded as by `open`."""
         cache = cache_folder() / "weights"
         if folder is not None and not os.path.isdir(folder):
             raise FileNotFoundError(f"weights_dir={os.fspath(folder)}: there is no such folder")
@@ -120,7 +134,7 @@ class ReleasedWeights:
                 return str(paths[0])
         if self.file is None:
             return hub_file(self.where, HUB_FILES)
-        if os.path.splitext(self.where)[1] not in EXTENSIONS:  # a page
+        if self.is_page:
             raise FileNotFoundError(
                 f"{self.tag}: get {self.file} from {self.where} (unpacked, if it is in an archive) "
                 f"and save it under this name in {cache}, or in weights_dir"
@@ -163,19 +177,20 @@ def list_weights(
         `ReleasedWeights`, each with `model`, `position`, `tag`, `where`, `licence`, `published`
         results in percent, `paper_rows`, `options`, `preprocessing`, and `open()`.
     """
+    asked = None if position is None else schemes_of_weights(position)
     return [
         weights
         for weights in _released()
         if fnmatch.fnmatchcase(weights.model, pattern)
-        and (position is None or _schemes(weights.position) == _schemes(position))
+        and (position is None or schemes_of_weights(weights.position) == asked)
         and (paper is None or any(row.startswith(f"{paper}/") for row in weights.paper_rows))
     ]
 
 
 @functools.cache
-def _schemes(position: str) -> frozenset:
+def schemes_of_weights(position: str) -> frozenset:
     """The schemes of a position, without options on which weights do not depend."""
-    ignored = ("decay", "grow", "pairing", "resize", "shrink", "std")
+    ignored = ("decay", "extend", "grow", "log_scale", "pairing", "resize", "shrink", "std")
     return unordered(parse(position, "position"), ignored)
 
 
@@ -229,6 +244,9 @@ def _none_found(
             f"pretrained={tag!r}: no weights of {model} with position={position!r} are public; "
             f"there are some with {positions}"
         )
+    if tag is True:
+        heads = ", ".join(dict.fromkeys(w.head for w in weights))
+        return f"pretrained=True: no classifier of {model} is public; add head={heads}"
     tags = ", ".join(w.tag for w in weights)
     hint = ", and paths and hub ids go to --weights in commands" if "/" in str(tag) else ""
     return f"pretrained={tag!r}: {model} has no weights of that name; there are {tags}{hint}"
@@ -242,10 +260,11 @@ def find_listed(where: Any) -> ReleasedWeights | None:
     """
     if not isinstance(where, str | os.PathLike):
         return None
-    where = os.fspath(where)
+    where = plain_hub_id(os.fspath(where))
     name = os.path.basename(where)
     for weights in _released():
-        if where == weights.where or (weights.file and fnmatch.fnmatchcase(name, weights.file)):
+        by_place = where == weights.where and not weights.is_page
+        if by_place or (weights.file and fnmatch.fnmatchcase(name, weights.file)):
             return weights
     return None
 
@@ -281,14 +300,13 @@ def open_listed(
 
 def _is_fetched(where: str, weights: ReleasedWeights) -> bool:
     """Whether listed weights are named by their place, and not as a file that the user has."""
-    return not os.path.exists(where) and where in (weights.where, os.path.basename(where))
+    named = plain_hub_id(where)
+    return not os.path.exists(where) and named in (weights.where, os.path.basename(named))
 
 
-def names_released(model: str, pretrained: object) -> bool:
+def names_released(pretrained: object) -> bool:
     """Whether `pretrained` of `create_model` is True or a tag, and not a path or a hub id."""
     if not isinstance(pretrained, str):
         return pretrained is True
-    if any(pretrained in weights.tags for weights in list_weights(model)):
-        return True
     is_path = os.path.exists(pretrained) or "/" in pretrained
     return not is_path and os.path.splitext(pretrained)[1] not in EXTENSIONS

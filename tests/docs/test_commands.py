@@ -349,6 +349,7 @@ def run(folder, monkeypatch, capsys):
         (load, "fill", lambda _, plan, read, source, where: convert.refuse(plan.problems, source)),
         (create, "open_listed", lambda where, _: open_listed(where, saved=SAVED.get(page))),
         (released.ReleasedWeights, "open", open_released),
+        (released.ReleasedWeights, "locate", lambda *_: "weights"),
         (loading, "create_model", shapes),
         (loading, "load_pretrained", load_pretrained),
         (loading, "read_checkpoint", read_checkpoint),

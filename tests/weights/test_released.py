@@ -133,14 +133,25 @@ def test_weights_of_other_dilations_are_refused():
     arrays = export_state_dict(model, source="nat")
     shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
     file = find_weights("dinat_isotropic_s16", True).describe(WeightsFile(shapes, arrays.get))
-    with pytest.raises(ValueError, match="has dilation=2, and this model has 1: create that model"):
+    with pytest.raises(ValueError, match="weights of dinat_isotropic_s16: dilation is 2 there and"):
         load_weights(model, file)
+    warnings = []
+    load_weights(model, file, other_model=warnings.append)
+    assert len(warnings) == 1
+    chosen = rope_jax.create_model("dinat_isotropic_s16", image_size=112, dilation=1, **small)
+    load_weights(chosen, file)
+    small["position"] = "rpb+rope2d"
+    with pytest.raises(ValueError, match=r"position is rpb there and rpb\+rope2d here"):
+        load_weights(rope_jax.create_model("nat_isotropic_s16", dilation=2, **small), file)
+    small["position"] = "rpb"
     load_weights(rope_jax.create_model("nat_isotropic_s16", dilation=2, **small), file)
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
+        ("vit_adapter_b16", {}, "no classifier of vit_adapter_b16 is public; add head=upernet"),
+        ("deit_ti16", {"pretrained": True, "img_size": 8}, "no option 'img_size'"),
         ("deit_ti16", {"pretrained": ""}, "'': deit_ti16 has no weights of that name"),
         ("deit_ti16", {"pretrained": False, "weights_dir": "x"}, "weights_dir=x needs pretrained"),
         ("deit_ti16", {"pretrained": str(FILE), "weights_dir": "x"}, "holds published weights"),
@@ -180,12 +191,32 @@ def test_training_and_commands_start_from_them(cached, capsys):
         load_model(parser.parse_args([*words, f"--weights={FILE}"]))
 
 
+def test_a_listed_file_of_a_command_brings_its_size(tmp_path):
+    path = str(shutil.copy(FILE, tmp_path / "deit_base_patch16_384-8de9b5d1.pth"))
+    parser = command_parser("rope_jax.evaluate", None)
+    add_model_arguments(parser)
+    options = ["--options=width=4,heads=1,depth=1", "--num_classes=2", "--source=deit"]
+    loaded = load_model(parser.parse_args(["--model=deit_b16", f"--weights={path}", *options]))
+    assert (loaded.image_size, loaded.weights) == ((384, 384), path)
+    assert loaded.sha256 is not None
+    assert loaded.released.published[0]["resolution"] == 384
+
+
+def test_a_file_of_the_user_comes_before_a_tag(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = SMALL | {"depths": (1,), "heads": (1,), "kernel_size": 3}
+    del small["depth"]
+    model = rope_jax.create_model("nat_tiny", **small)
+    rope_jax.save_pretrained(model, "nat_tiny")  # which is a tag, too
+    assert_same(rope_jax.create_model("nat_tiny", pretrained="nat_tiny"), model)
+
+
 def test_the_command_lists_them(capsys):
     command.main(["deit3_s16", "--position=rope_mixed", "--paper=heo"])
     table = capsys.readouterr().out
     assert "80.9, 384: 81.8 (authors' README), 224: 81.252 (timm" in table
     assert "naver-ai/rope_mixed_deit_small_patch16_LS" in table
-    with expect_refusal(capsys, "no weights of these are published"):
+    with expect_refusal(capsys, "no published weights match"):
         command.main(["deit5*"])
 
 
