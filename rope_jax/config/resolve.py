@@ -25,7 +25,7 @@ from rope_jax.system.files import SaveFailed
 
 # Arguments of `create_model` that other settings determine.
 _NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
-_NOT_OPTIONS |= {"weights_dir", "head", "blocks"}
+_NOT_OPTIONS |= {"weights_dir", "head"}
 
 
 class ConfigError(Exception):
