@@ -54,9 +54,10 @@ def published(artifact: str | None = None) -> tuple[Cell, ...]:
         return tuple(cell for name in _tables() for cell in published(name))
     source, cells = _tables()[artifact]
     return tuple(
-        Cell(artifact, source, {k: v for k, v in cell.items() if k != "published"}, value)
+        Cell(
+            artifact, source, {k: v for k, v in cell.items() if k != "published"}, cell["published"]
+        )
         for cell in cells
-        for value in [cell["published"]]
     )
 
 

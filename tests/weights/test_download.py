@@ -81,7 +81,8 @@ for where in ("timm/deit_tiny_patch16_224.fb_in1k", "fb_in1k", True, "offline", 
     np.testing.assert_array_equal(model.head.bias[...], expected.head.bias[...])
     assert model.preprocessing.crop == 0.9, model.preprocessing
 for where in ("owner/gated", "owner/none", "owner/empty", "owner/offline"):
-    huggingface_hub.constants.ENDPOINT = sys.argv[2] if where != "owner/offline" else "http://127.0.0.1:9"
+    offline = where == "owner/offline"
+    huggingface_hub.constants.ENDPOINT = "http://127.0.0.1:9" if offline else sys.argv[2]
     try:
         rope_jax.create_model("deit_ti16", pretrained=where, **small)
     except (FileNotFoundError, PermissionError) as error:
