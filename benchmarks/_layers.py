@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks._timing import Case, compile_loop, copies_beyond_cache, torch_on_gpu
+from benchmarks._timing import Case, copies_beyond_cache, torch_on_gpu
+from rope_jax.analysis.timing import compile_loop
 from rope_jax_kernels import Global, Pattern, Rotation, attention_qkv
 from rope_jax_kernels.model_shapes import LAYERS, Layer
 from rope_jax_kernels.rotary import unpack_and_rotate
@@ -103,7 +104,7 @@ def attention(*, small: bool) -> Iterator[Case]:
             moved = 4 * size // 3 * (2 if direction == "training" else 1)
             makers = {
                 form: functools.partial(
-                    compile_loop, make_step(layer.pattern, form, direction), arguments, moved
+                    compile_loop, make_step(layer.pattern, form, direction), arguments
                 )
                 for form in forms
             }

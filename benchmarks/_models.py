@@ -2,18 +2,18 @@
 
 import functools
 import importlib.util
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 import rope_jax
-from benchmarks._timing import Case, Maker, Start, Timer, sample, torch_on_gpu
+from benchmarks._timing import Case, Maker, torch_on_gpu
+from rope_jax.analysis.speed import compile_forward
+from rope_jax.analysis.timing import Start, compile_program
 from rope_jax.config import OptimConfig
 from rope_jax.training import optim
 
@@ -29,7 +29,6 @@ TIMM = {
     ("swin_s", "rpb"): "swin_small_patch4_window7_224",
     ("swin_b", "rpb"): "swin_base_patch4_window7_224",
 }
-BATCHES = 5  # in a turn
 # Models, programs and images.
 MEASURED = (
     *((name, "forward", 256) for name in ("deit3_s16", "deit3_b16", "swin_t", "nat_mini")),
@@ -40,45 +39,28 @@ MEASURED = (
 POSITIONS = ("none", "rpb", "axial_rope", "rope_mixed")
 
 
-def _cast_weights(params: Any, dtype: Any) -> Any:
-    """Casts weights for inference to the compute dtype, except those of position schemes."""
-
-    def cast(path: tuple, x: jax.Array) -> jax.Array:
-        is_position = any(getattr(key, "key", None) == "position" for key in path)
-        return x if is_position else x.astype(dtype)
-
-    return jax.tree.map_with_path(cast, params)
-
-
-def compile_program(
-    name: str, position: str, program: str, images: jax.ShapeDtypeStruct, **options: Any
+def compile_training(
+    name: str, position: str, images: jax.ShapeDtypeStruct, **options: Any
 ) -> Start:
-    """Compiles a forward pass, or a training step with class 0 as every label.
-
-    Args:
-        name: name of the model.
-        position: its scheme.
-        program: "forward" or "training".
-        images: [B, H, W, 3], in the dtype of the computation.
-        **options: options of the model.
-    """
-    model_options = {"position": position, "image_size": images.shape[1], "dtype": images.dtype}
-    new_model = functools.partial(rope_jax.create_model, name, **model_options, **options)
+    """Compiles a training step with class 0 as every label; arguments of `compile_forward`."""
+    new_model = functools.partial(
+        rope_jax.create_model,
+        name,
+        position=position,
+        image_size=images.shape[1:3],
+        dtype=images.dtype,
+        **options,
+    )
     graph, params, _ = nnx.split(nnx.eval_shape(new_model), nnx.Param, ...)
-    settings = OptimConfig(clip_norm=None)
-    optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
+    rate = optax.constant_schedule(1e-4)
+    optimizer = optim.make_optimizer(OptimConfig(clip_norm=None), rate, params)
 
     def new_state() -> tuple[Any, Any]:
         _, params, rest = nnx.split(new_model(), nnx.Param, ...)
         params = nnx.to_pure_dict(params)
-        if program == "forward":
-            return _cast_weights(params, images.dtype), rest
         return (params, optimizer.init(params)), rest
 
-    def forward(params: Any, rest: Any, images: jax.Array) -> tuple[Any, jax.Array]:
-        return params, nnx.merge(graph, params, rest)(images)
-
-    def training(state: Any, rest: Any, images: jax.Array) -> tuple[Any, jax.Array]:
+    def step(state: Any, rest: Any, images: jax.Array) -> tuple[Any, jax.Array]:
         def compute_loss(params: Any) -> jax.Array:
             logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(1))
             return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
@@ -88,36 +70,18 @@ def compile_program(
         updates, opt = optimizer.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), loss
 
-    step = jax.jit(forward if program == "forward" else training, donate_argnums=0)
-    compiled = step.lower(*jax.eval_shape(new_state), images).compile()
+    return compile_program(step, new_state, images)
 
-    def start() -> tuple[list[np.ndarray], Timer]:
-        state, rest = new_state()
-        batch = jax.random.normal(jax.random.key(0), images.shape, images.dtype)
-        state, out = compiled(state, rest, batch)
 
-        def measure() -> float:
-            nonlocal state
-            begun = time.perf_counter()
-            for _ in range(BATCHES):
-                state, out = compiled(state, rest, batch)
-            jax.block_until_ready((state, out))
-            return 1e6 * (time.perf_counter() - begun) / BATCHES
-
-        measure()
-        return sample(out), measure
-
-    return start
+COMPILE = {"forward": compile_forward, "training": compile_training}
 
 
 def program_case(
     name: str, program: str, positions: Sequence[str], images: jax.ShapeDtypeStruct, **options: Any
 ) -> Case:
-    """A model by scheme, ours and timm's; arguments as above."""
+    """A model by scheme, ours and timm's; arguments of `compile_forward`, and a program."""
     makers: dict[str, Maker] = {
-        f"ours+{position}": functools.partial(
-            compile_program, name, position, program, images, **options
-        )
+        f"ours+{position}": functools.partial(COMPILE[program], name, position, images, **options)
         for position in positions
     }
     if importlib.util.find_spec("timm") and torch_on_gpu():

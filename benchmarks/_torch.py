@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import torch
 
-from benchmarks._timing import Maker, Timer, count_steps, sample
+from benchmarks._timing import Maker
+from rope_jax.analysis.timing import Timer, count_steps, sample
 from rope_jax_kernels import Global, Neighborhood, Pattern
 
 
@@ -23,27 +24,21 @@ def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> No
     x[..., pairs : 2 * pairs] = b * cos[:, None] + a * sin[:, None]
 
 
-def rotation(shape: tuple[int, ...], tables: Sequence[Any], copies: int) -> Maker:
+def rotation(arguments: Callable[[], tuple], tables: Sequence[Any]) -> Maker:
     """A rotation in place.
 
     Args:
-        shape: [B, 1, L, C] of the arrays; the first is full of ones.
+        arguments: returns arrays [B, 1, L, C] of jax, and others.
         tables: cosines and sines [1, L, R].
-        copies: number of arrays to cycle through.
     """
-    batch, _, rows, channels = shape
     cos, sin = (torch.tensor(np.asarray(table)[0], device="cuda") for table in tables)
     rotate = torch.compile(rotate_in_place, dynamic=False)
 
-    def arrays() -> list[torch.Tensor]:
-        full = functools.partial(torch.full, dtype=torch.bfloat16, device="cuda")
-        return [full((batch, rows, 1, channels), 1.0 + n) for n in range(copies)]
-
     def step(x: torch.Tensor) -> torch.Tensor:
-        rotate(x, cos, sin)
-        return x.transpose(1, 2)
+        rotate(x.transpose(1, 2), cos, sin)
+        return x
 
-    return maker(step, arrays)
+    return maker(step, functools.partial(make_tensors, arguments))
 
 
 def attentions(pattern: Pattern, arguments: Callable[[], tuple]) -> dict[str, Maker]:
@@ -53,10 +48,6 @@ def attentions(pattern: Pattern, arguments: Callable[[], tuple]) -> dict[str, Ma
         pattern: the attention pattern.
         arguments: returns packed projections [B, ..., 3, N, D] of jax, and others.
     """
-
-    def arrays() -> list[torch.Tensor]:
-        packed = map(np.float32, jax.jit(arguments)()[0])
-        return [torch.tensor(x, device="cuda").bfloat16() for x in packed]
 
     def scaled_dot_product(qkv: torch.Tensor) -> torch.Tensor:
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -73,7 +64,16 @@ def attentions(pattern: Pattern, arguments: Callable[[], tuple]) -> dict[str, Ma
             forms["flash_attn"] = importlib.import_module("flash_attn").flash_attn_qkvpacked_func
     elif isinstance(pattern, Neighborhood) and importlib.util.find_spec("natten"):
         forms["natten"] = neighborhood
-    return {name: maker(form, arrays) for name, form in forms.items()}
+    return {
+        name: maker(form, functools.partial(make_tensors, arguments))
+        for name, form in forms.items()
+    }
+
+
+def make_tensors(arguments: Callable[[], tuple]) -> list[torch.Tensor]:
+    """The arrays of jax that come first among these operands, in bfloat16."""
+    arrays = map(np.float32, jax.jit(arguments)()[0])
+    return [torch.tensor(x, device="cuda").bfloat16() for x in arrays]
 
 
 def maker(form: Callable, arrays: Callable[[], Sequence[torch.Tensor]]) -> Maker:

@@ -10,7 +10,8 @@ import re
 import jax
 import pytest
 
-from benchmarks import _layers, _rotations, _timing
+from benchmarks import _layers, _rotations
+from rope_jax.analysis import timing
 from rope_jax_kernels import Choices
 from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.program import compile_ahead, launches
@@ -31,7 +32,7 @@ def test_programs_of_the_gpu_tests_compile(run, gpus, tmp_path):
 
 def kinds_in_loop(step, operands, gpu, *, in_place, min_bytes=0):
     """Kinds of the launches in a benchmark's loop that move at least `min_bytes`."""
-    loop = _timing.make_loop(step, 4, in_place=in_place)
+    loop = timing.make_loop(step, 4, in_place=in_place)
     shapes = jax.eval_shape(operands)
     with Choices():
         donate = (0,) if in_place else ()
@@ -55,7 +56,7 @@ def test_benchmark_loops_launch_every_layer(name, direction, form, kind, gpus):
     operands = functools.partial(_layers.operands, layer, 128, copies)
     kinds = kinds_in_loop(step, operands, gpus[0], in_place=False)
     each = 1 + (direction == "training")
-    assert sum(kind in x for x in kinds) == _timing.count_steps(copies) * each
+    assert sum(kind in x for x in kinds) == timing.count_steps(copies) * each
     assert "copy" not in kinds
 
 
@@ -63,9 +64,9 @@ def test_benchmark_loops_launch_every_layer(name, direction, form, kind, gpus):
 @pytest.mark.parametrize("copies", [1, 4])
 def test_rotation_loops_launch_once_per_step(copies, form, gpus):
     """They copy nothing, neither to the start of the loop nor around a kernel."""
-    problem = _rotations.Problem(16, 3, 14, 64, direction="backward")
+    problem = _rotations.Problem((16, 3, 14, 64), direction="backward")
     operands = functools.partial(_rotations.operands, problem, form, copies)
     step, min_bytes = _rotations.make_step(problem, form), 4 * math.prod(problem.shape)
     kinds = kinds_in_loop(step, operands, gpus[0], in_place=True, min_bytes=min_bytes)
     kind = "fusion" if form == "xla" else "__gpu$xla.gpu.triton"
-    assert kinds == [kind] * _timing.count_steps(copies)
+    assert kinds == [kind] * timing.count_steps(copies)
