@@ -66,13 +66,16 @@ def rotation_operands(
 
     Returns:
         `copies` random features [B, 1, N*H*W, C] as a tuple; and, with R = C / k_rope / 2 pairs,
-        theta [1, N*H*W, R] or its cosines and sines.
+        theta [1, N*H*W, R], from 0 to 10, or its cosines and sines.
     """
     batch, heads, side, channels = size
     rows, pairs = heads * side**2, channels // k_rope // 2
-    shape, keys = (batch, 1, rows, channels), map(jax.random.key, range(copies))
-    features = tuple(jax.random.normal(key, shape, dtypes[0]) for key in keys)
-    theta = jnp.linspace(0, 10, rows * pairs).reshape(1, rows, pairs).astype(dtypes[1])
+    # Multiples of 1/64, which no form's compiler can round in its own way.
+    draw = functools.partial(
+        jax.random.randint, shape=(batch, 1, rows, channels), minval=-256, maxval=257
+    )
+    features = tuple((draw(jax.random.key(n)) / 64).astype(dtypes[0]) for n in range(copies))
+    theta = (jnp.arange(rows * pairs) % 641 / 64).reshape(1, rows, pairs).astype(dtypes[1])
     exact = theta.astype("float32")
     return (features, jnp.cos(exact), jnp.sin(exact)) if tables else (features, theta)
 
