@@ -100,7 +100,7 @@ def _sentence(name: str) -> str:
 
 
 def unlike(groups: Groups) -> list[str]:
-    """Differences from the first row other than the position: settings, and training steps.
+    """Differences from the first row that labels do not show: settings, and training steps.
 
     Returns:
         One sentence for each row that differs.
@@ -108,7 +108,8 @@ def unlike(groups: Groups) -> list[str]:
     (name, (first, *_)), *others = groups.items()
     sentences = []
     for label, (run, *_) in others:
-        changed = differences(first.config, run.config, allowed=("model.position", "seed"))
+        shown = ("model.position", "model.options", "seed")
+        changed = differences(first.config, run.config, allowed=shown)
         if run.step != first.step:
             changed.append(f"steps: {first.step:,} -> {run.step:,}")
         if changed:

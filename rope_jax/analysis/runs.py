@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax.config import Config, resolve_stored, settings
+from rope_jax.config import Config, model_overrides, resolve_stored, settings
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row, score_name
 from rope_jax.models.registry import find_model
@@ -92,8 +92,8 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
     """Groups runs that differ only in their seed, or in settings that do not affect results.
 
     Returns:
-        Label -> runs. The label is the position; the model and the workdir are added where it would
-        be ambiguous.
+        Label -> runs. The label is the position; the model is added if there are several, as are
+        options in which models differ, and the workdir where the label would be ambiguous.
 
     Raises:
         ValueError: two runs have the same config and seed, or are of different tasks.
@@ -123,15 +123,33 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
                 "leave one of them out"
             )
         group.append(run)
-    several_models = len({run.config.model.name for run in runs}) > 1
+    models = [group[0].config.model for group in by_settings.values()]
+    several_models = len({model.name for model in models}) > 1
+    options = differing_options([model.options for model in models])
     groups: dict[str, list[RunResults]] = {}
-    for group in by_settings.values():
-        model = group[0].config.model
-        label = f"{model.name}, {model.position}" if several_models else model.position
+    for group, model, changed in zip(by_settings.values(), models, options, strict=True):
+        label = ", ".join([*[model.name][:several_models], model.position, *changed])
         workdir = group[0].workdir
         labels = (label, f"{label} ({workdir.name})", f"{label} ({workdir})")
         groups[next(label for label in labels if label not in groups)] = group
     return groups
+
+
+def differing_options(texts: Sequence[str]) -> list[list[str]]:
+    """For each of several `model.options`, the options that not all of them have alike.
+
+    >>> differing_options(["depth=2,imprint=none", "depth=2,imprint=tanh", "depth=2"])
+    [['imprint=none'], ['imprint=tanh'], []]
+    """
+    parsed = [model_overrides(text) for text in texts]
+    return [
+        [
+            f"{name}={value}"
+            for name, value in options.items()
+            if any(other.get(name) != value for other in parsed)
+        ]
+        for options in parsed
+    ]
 
 
 def rows_by_size(runs: Sequence[RunResults]) -> dict[Size, dict[int, Row]]:

@@ -21,8 +21,9 @@ def rows(*pairs, dataset="digits"):
     return [shared | {"resolution": list(size), "top1": top1, "top5": 1.0} for size, top1 in pairs]
 
 
-def write_config(folder, position, model="vit_digits", **settings):
-    config = cfg.resolve({"model": {"name": model, "position": position}} | settings)
+def write_config(folder, position, model="vit_digits", options="", **settings):
+    identity = {"name": model, "position": position, "options": options}
+    config = cfg.resolve({"model": identity} | settings)
     (folder / "config.json").write_text(cfg.to_json(config))
 
 
@@ -172,6 +173,18 @@ def test_other_differences_than_the_position_are_named(tmp_path):
     note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
     assert f"other differences: {note}" in (tmp_path / "comparison.txt").read_text()
     assert f"Other differences: {note}" in Page(tmp_path).text
+
+
+def test_options_in_which_models_differ_are_in_the_labels(tmp_path):
+    options = ("width=16,depth=1", "width=16,depth=2", "width=16")
+    folders = [workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "abc"]
+    for folder, text in zip(folders, options, strict=True):
+        write_config(folder, "ape", options=text)
+    runs = [run for folder in folders for run in report.read_runs(folder)]
+    groups = report.group_runs(runs)
+    assert list(groups) == ["ape, depth=1", "ape, depth=2", "ape"]
+    assert comparison_page.unlike(groups) == []
+    assert list(report.group_runs(runs[:1])) == ["ape"]
 
 
 def test_crops_of_a_run_are_not_counted_as_seeds(tmp_path):

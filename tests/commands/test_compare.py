@@ -43,6 +43,30 @@ def test_one_seed_runs_as_in_the_recipe():
     assert not any(config.data.on_device for config in planned.values())
 
 
+def test_options_are_rows(tmp_path):
+    """They replace those of the same name; the recipe's scheme is trained where none is given."""
+    common = ["--config=digits", "--config.model.options=depth=1,width=16", f"--out={tmp_path}"]
+    planned = plan(*common, "--options=width=32|16,heads=1", "--seeds=1")
+    options = ["depth=1,width=32,heads=1", "depth=1,width=16,heads=1"]
+    assert [config.model.options for config in planned.values()] == options
+    names = ["rope_mixed-width=32,heads=1", "rope_mixed-width=16,heads=1"]
+    assert [workdir.name for workdir in planned] == names
+    product = plan(*common, "--options=heads=1|2,attention=global", "--positions=ape,none")
+    names = ["ape-heads=1", "ape-heads=2", "none-heads=1", "none-heads=2"]
+    assert [workdir.name for workdir in product] == [f"{x},attention=global-seeds3" for x in names]
+    alone = plan(*common, "--options=heads=1|2", "--config.model.position=ape", "--seeds=2")
+    assert [workdir.name for workdir in alone] == ["ape-heads=1-seeds2", "ape-heads=2-seeds2"]
+
+
+def test_the_models_scheme_is_trained_if_the_recipe_names_none(tmp_path):
+    folder = pictures(tmp_path / "images")
+    small = "--config.model.options=depth=1,width=24,heads=1"
+    arguments = [f"--path={folder}", "--model=cat_5", "--options=imprint=none|tanh", "--seeds=1"]
+    planned = plan(*arguments, small)
+    assert [path.name for path in planned] == ["cat_rope-imprint=none", "cat_rope-imprint=tanh"]
+    assert {config.model.position for config in planned.values()} == {"cat_rope"}
+
+
 def test_segmentation_heads_take_the_classes_of_the_images(monkeypatch):
     monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 8})
     planned = plan("--config=scenes", "--positions=none,ape", "--seeds=1")
@@ -83,6 +107,11 @@ def test_streamed_images_are_trained_seed_by_seed(tmp_path):
     [
         ([], "--path is missing"),
         (["--config=digits", "--positions=ape"], "has nothing to compare: name two or more"),
+        (["--config=digits", "--options=depth=1|1"], r"--options=depth=1\|1 has nothing to compare"),
+        (["--config=digits", "--options=depht=1|2"], "vit_digits has no option 'depht'"),
+        (["--config=digits", "--options=depth"], "option 'depth' is not of the form key=value"),
+        (["--config=digits", "--options=depth=1|"], r"'depth=' is not .* \[--options\]"),
+        (["--config=digits", "--options=position=ape|none"], "position is a setting of its own"),
         (["--config=digit"], "--config=digit is not a recipe; did you mean 'digits'"),
         (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
         (["--config=digits", "--resolutions=8y"], "--resolutions"),
