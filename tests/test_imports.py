@@ -69,9 +69,9 @@ FLOORS = {
     "rope_jax.training": ("tasks weights", f"{ARRAYS} flax optax orbax tensorboardX"),
     "rope_jax.evaluate": ("training", f"{ARRAYS} flax PIL matplotlib"),
     "rope_jax.runs": ("evaluate", f"{ARRAYS} flax"),
-    "rope_jax.papers": ("config weights", ""),
-    "rope_jax.analysis": ("papers runs", f"{ARRAYS} flax matplotlib scipy.special"),
-    "rope_jax.commands": ("analysis", f"{ARRAYS} flax"),
+    "rope_jax.analysis": ("runs", f"{ARRAYS} flax matplotlib scipy.special"),
+    "rope_jax.papers": ("analysis", ""),
+    "rope_jax.commands": ("papers", f"{ARRAYS} flax"),
     "rope_jax": ("commands", ""),  # the public names, and `python -m` of the commands
     "configs": ("config", "ml_collections"),
 }

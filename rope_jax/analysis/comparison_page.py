@@ -35,7 +35,6 @@ from rope_jax.evaluate.results import (
     score_titles,
 )
 from rope_jax.names.text import format_table, size_text
-from rope_jax.papers import find_published
 from rope_jax.runs.loading import load_run
 from rope_jax.training.kernels import kernels_of_run
 
@@ -49,6 +48,8 @@ _PICTURES = {
     "learned": "learned frequencies before and after training",
     "correlation": "cosine similarity of one position with all others, by layer",
 }
+_OF_THE_PAPERS = ("imagenet", "cifar10", "cifar100", "coco", "ade20k")  # data sets
+_BESIDE = "rope_jax reproduce --runs=WORKDIR lists these numbers beside those of the papers."
 
 
 def _all_runs(groups: Groups) -> list[RunResults]:
@@ -91,6 +92,7 @@ def _accuracy(groups: Groups, estimates: Estimates, out: pathlib.Path) -> list[s
         *(paragraph(f"Other differences: {note}") for note in unlike(groups)),
         table([position, "seeds", *sizes], rows),
         *_draw_picture(caption, out / "comparison.png", accuracy_against_resolution, means),
+        *[paragraph(_BESIDE)][: first["dataset"] in _OF_THE_PAPERS],
     ]
 
 
@@ -166,23 +168,6 @@ def _training(groups: Groups, out: pathlib.Path) -> list[str]:
 def _median_speed(lines: Sequence[dict[str, Any]]) -> str:
     speeds = [line["images_per_second"] for line in lines if "images_per_second" in line]
     return f"{np.median(speeds):,.0f}" if speeds else "-"
-
-
-def _papers(groups: Groups, estimates: Estimates) -> list[str]:
-    """Accuracy next to the papers' numbers for the same model, scheme, data and resolution."""
-    rows = []
-    for name, group in groups.items():
-        model, dataset = group[0].config.model, group[0].rows[0]["dataset"]
-        query = {"model": model.name, "position": model.position, "dataset": dataset}
-        query |= {"options": model.options, "quantity": "top1"}
-        for size, estimate in estimates[name].items():
-            cells = (model.name, model.position, size_text(size), estimate.text())
-            numbers = find_published(**query, resolution=list(size))
-            rows += [(*cells, f"{number.value:.2f}", number.source) for number in numbers]
-    if not rows:
-        return []
-    text = paragraph("Accuracy in percent, for the same model, scheme and resolution.")
-    return [text, table(("model", "position", "resolution", "ours", "paper", "source"), rows)]
 
 
 def _classes(groups: Groups) -> list[str]:
@@ -270,7 +255,6 @@ def print_report(groups: Groups, out: pathlib.Path) -> None:
         "Accuracy": _accuracy(groups, estimates, out),
         "Differences": _differences(groups, gains, out),
         "Training": _training(groups, out),
-        "Compared with the papers": _papers(groups, estimates),
         "Classes": _classes(groups),
         "Further evaluations": _evaluations(runs),
         "Attention and position": _analyses(runs, out),

@@ -228,10 +228,12 @@ def test_duplicate_damaged_and_unfinished_runs_are_refused(tmp_path, capsys):
 def test_runs_without_a_position_have_the_models_default(tmp_path):
     a = workdir(tmp_path / "a", None, rows(((8, 8), 0.9)))
     report.main([str(a)])
-    assert ["a", "vit_digits", "axial_rope", "0", "1"] in Page(tmp_path).rows
+    page = Page(tmp_path)
+    assert ["a", "vit_digits", "axial_rope", "0", "1"] in page.rows
+    assert "reproduce" not in page.text
 
 
-def test_accuracy_is_shown_next_to_the_papers(tmp_path):
+def test_the_page_of_a_papers_data_set_names_the_command_for_published_numbers(tmp_path):
     results = rows(((224, 224), 0.8), ((384, 384), 0.81), dataset="imagenet")
     a = workdir(tmp_path / "a", "rope_mixed", results, model="deit3_s16")
     (variant,) = rows(((224, 224), 0.5), dataset="imagenet_a")
@@ -239,8 +241,7 @@ def test_accuracy_is_shown_next_to_the_papers(tmp_path):
     (a / "decay.png").write_bytes(b"\x89PNG")
     report.main([str(a), "--out", str(tmp_path / "out")])
     page = Page(tmp_path / "out")
-    source = "Heo et al., arXiv 2403.13298, published results of the code"
-    assert ["deit3_s16", "rope_mixed", "384x384", "81.0 [76.6, 84.7]", "81.80", source] in page.rows
+    assert "rope_jax reproduce --runs=WORKDIR lists" in page.text
     assert ["a", "imagenet_a", "224x224"] in [row[:3] for row in page.rows]
     assert "deit3_s16 with rope_mixed: how scores fall with distance" in page.text
 

@@ -107,7 +107,7 @@ def test_streamed_images_are_trained_seed_by_seed(tmp_path):
     [
         ([], "--path is missing"),
         (["--config=digits", "--positions=ape"], "has nothing to compare: name two or more"),
-        (["--config=digits", "--options=depth=1|1"], r"--options=depth=1\|1 has nothing to compare"),
+        (["--config=digits", "--options=depth=1|1"], r"depth=1\|1 has nothing to compare"),
         (["--config=digits", "--options=depht=1|2"], "vit_digits has no option 'depht'"),
         (["--config=digits", "--options=depth"], "option 'depth' is not of the form key=value"),
         (["--config=digits", "--options=depth=1|"], r"'depth=' is not .* \[--options\]"),
