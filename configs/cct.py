@@ -5,8 +5,8 @@
 
 The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels.
 `--config.data.on_device=True` keeps them on the GPU, and `--config.seeds=5` then trains five seeds
-at once; `python -m experiments evidence cifar10` uses both. The settings are those of the authors'
-configs/datasets/cifar10.yml and cifar100.yml.
+at once. `rope_jax reproduce ID` trains all models of a table. The settings are those of the
+authors' configs/datasets/cifar10.yml and cifar100.yml.
 
 Hardware: one GPU. Hours: estimated, not measured, from six times the multiply-adds per image at
 10 % of an A100's 312 TFLOP/s, because small images utilise it poorly: cct_7_3x1 1, vit_lite_7_4 and

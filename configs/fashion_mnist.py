@@ -5,8 +5,8 @@
         --workdir=runs/fashion_swin
 
 FOLDER holds the four official idx files, 60,000 grey images of 28x28 pixels for training and 10,000
-for testing, compressed or not; they are not shipped. `python -m experiments evidence fashion`
-trains every model with five seeds.
+for testing, compressed or not; they are not shipped. docs/evidence.md has the accuracies of every
+model with five seeds.
 """
 
 from rope_jax import config as cfg

@@ -7,7 +7,7 @@ Three minutes on two CPU cores. A ViT with patches of 8 pixels predicts 4 x 4 ce
 It is trained at 64 pixels, and evaluated with digits of the same size at four other sizes, where
 the positional scheme matters most. Small batches and crops of the scenes matter in so short a run:
 with batches of 16 whole scenes it only begins to distinguish digits.
-`python -m experiments scenes` trains six schemes with three seeds.
+`rope_jax compare --config=scenes --positions=none,ape,rope_mixed --seeds=3` compares schemes.
 
 Expected mIoU of rope_mixed, in percent: 62 at 64 pixels, 63 at 48, 57 at 96, 52 at 128 and 59 at
 64 x 128 (mean of three seeds, experiments/results/scenes_cpu.json).

@@ -1,13 +1,14 @@
 """Draws the pictures of the documentation: `python -m docs.make_pictures`, or `make tables`.
 
-Each picture shows the newest result of one part of `python -m experiments evidence`, whose checksum
-is stored in the picture. A picture of another result is drawn again. Accuracies are means over
-seeds with 95 % intervals.
+Each picture shows a result `evidence_*.json` of experiments/results, whose checksum is stored in
+the picture. A picture of another result is drawn again. Accuracies are means over seeds with 95 %
+intervals.
 """
 
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from PIL.PngImagePlugin import PngInfo
 
 from benchmarks._runner import Result
 from docs.results import ROOT, newest, read_results
-from experiments._claims import accuracies, claims, judge, sides
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import Size
 from rope_jax.evaluate.curves import COLOURS, RESOLUTION, draw_by_resolution, picture
@@ -28,18 +28,21 @@ CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
 VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
+TRAINED, MARGIN = "as trained", 0.5  # points by which a model may be worse that is "as good"
+VERDICT = re.compile(rf"({TRAINED}|\d+ px): (\S+) ± (\S+), ([a-z ]+)")
 RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
 
 
 def draw_by_scheme(figure: Figure, result: Result) -> None:
     """Plots accuracy over resolution, with a curve per scheme of a ViT."""
-    runs, curves = result["runs"], {}
-    measured = [row["resolution"] for row in runs[0]["eval"]]
-    for scheme in CURVES:
-        by_size = {(side, side): accuracies(runs, "vit", scheme, side) for side, _ in measured}
-        if all(by_size.values()):
-            curves[scheme] = {size: list(values.values()) for size, values in by_size.items()}
+    measured: Curves = {scheme: {} for scheme in CURVES}
+    for run in result["runs"]:
+        if run["backbone"] == "vit" and run["position"] in measured:
+            for row in run["eval"]:
+                scores = measured[run["position"]].setdefault(tuple(row["resolution"]), [])
+                scores.append(100 * row["top1"])
+    curves = {scheme: curve for scheme, curve in measured.items() if curve}
     label = "top-1 accuracy (%), 95 % interval over seeds"
     plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
 
@@ -78,20 +81,23 @@ def plot(axes: Axes, curves: Curves) -> None:
 def draw_claims(figure: Figure, result: Result) -> None:
     """Plots the difference of each claim with its interval, and the threshold of the claim.
 
+    They are those of the result's table of verdicts, in tenths of a point.
     Differences beyond the training resolution are much larger, and have a separate plot.
     """
-    all_claims = list(claims(result["settings"]["part"]))
-    groups = [
-        [x for x in all_claims if (x.resolution is None) == trained] for trained in (True, False)
+    points = [
+        (claim.replace("`", "").replace(" with ", ", "), *verdict.groups())
+        for claim, _, verdicts in result["tables"][1]["rows"]
+        for verdict in VERDICT.finditer(verdicts)
     ]
+    groups = [[x for x in points if (x[1] == TRAINED) == trained] for trained in (True, False)]
     plots = figure.subplots(len(groups), height_ratios=[*map(len, groups)])
     for axes, group in zip(plots, groups, strict=True):
-        for place, claim in enumerate(group):
-            verdict = judge(claim, result["runs"], len(result["settings"]["seeds"]))
-            style = {"color": VERDICTS[verdict.verdict], "marker": "o", "markersize": 4}
-            axes.errorbar(verdict.difference, place, xerr=verdict.half_width, **style)
-            axes.vlines(-claim.margin, place - 0.5, place + 0.5, color="0.4", linewidth=1)
-        labels = [sides(claim).replace("`", "").replace(" with ", ", ") for claim in group]
+        for place, (claim, _, difference, half_width, verdict) in enumerate(group):
+            style = {"color": VERDICTS[verdict], "marker": "o", "markersize": 4}
+            axes.errorbar(float(difference), place, xerr=float(half_width), **style)
+            threshold = -MARGIN if " as good as " in claim else 0.0
+            axes.vlines(threshold, place - 0.5, place + 0.5, color="0.4", linewidth=1)
+        labels = [claim + (f" at {at}" if at != TRAINED else "") for claim, at, *_ in group]
         axes.set_yticks(range(len(group)), labels, fontsize=7)
         axes.set_ylim(len(group) - 0.5, -0.5)
         axes.grid(axis="x")

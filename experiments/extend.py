@@ -1,13 +1,12 @@
 """Trained models at half to three times their training size, with each rule for rotary embeddings.
 
-    python -m experiments extend runs/evidence/fashion-vit-* --out FILE.json
+    python -m experiments extend runs/compare/rope2d runs/compare/rope_mixed --out FILE.json
 
 The rules are those of `rope_jax.positions.extension`; they replace the options of the scheme, which
 must be rotary. Each workdir of the command line is evaluated on its own test split, or on its first
 images (`--images 2000`). Rows in the file of --out are not evaluated again: the same command
 continues one that was interrupted.
-Differences from "none" are computed per seed; intervals are 95 % (Student's t). The experiment
-`evidence` does this at the end of its runs; the documentation shows the rows in its result.
+Differences from "none" are computed per seed; intervals are 95 % (Student's t).
 """
 
 import collections
@@ -20,7 +19,6 @@ import jax
 from flax import nnx
 
 from benchmarks._runner import Keep, earlier_result
-from experiments._claims import Table, spread
 from rope_jax.analysis.intervals import student
 from rope_jax.config import Config, resolve_stored
 from rope_jax.data import Images, Streamed
@@ -49,6 +47,7 @@ RULES = [
 ]
 SCALES = [0.5, 0.75, 1.0, 1.5, 2.0, 3.0]
 Size = tuple[int, int]
+Table = dict[str, Any]  # columns and rows of text, and a note
 Row = dict[str, Any]  # run, step, seed, model, position, rule, resolution, score, count
 
 
@@ -125,6 +124,16 @@ def score(model: nnx.Module, config: Config, images: Any, rule: str) -> Row:
     )
     (row,) = evaluator.score(images)
     return {"score": row[main_score(row)], "count": row["count"]}
+
+
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Formats mean and 95 % interval; the sign may be "+".
+
+    >>> spread([1.0, 3.0])
+    '2.0 ± 12.7'
+    """
+    mean, half = student(values)
+    return f"{mean:{sign}.1f}" + (f" ± {half:.1f}" if len(values) > 1 else "")
 
 
 def rules_table(rows: Sequence[Row]) -> Table:

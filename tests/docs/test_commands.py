@@ -28,8 +28,6 @@ import pytest
 from flax import nnx
 
 from benchmarks import _runner, cpu
-from experiments import evidence
-from experiments._parts import PARTS
 from rope_jax import config, create_model, data
 from rope_jax.__main__ import COMMANDS
 from rope_jax.analysis import plots
@@ -74,7 +72,7 @@ INDENTED = re.compile(r"^(?: {4,}\S.*\n?)+", re.MULTILINE)
 # Commands with these placeholders are forms.
 FORMS = {
     " NAME": "any benchmark or experiment",
-    " PART": "any part of an experiment",
+    " ID": "any table or figure of a paper",
     ".MODULE": "any module with a command",
     "...": "left out, or repeated",
 }
@@ -407,7 +405,7 @@ def make(words):
 
 
 def measure(package, words):
-    """Runs the parser of a benchmark or experiment, and prepares the recipes that it trains."""
+    """Runs the parser of a benchmark or experiment, and prepares the recipe of `cpu`."""
     if not pathlib.Path(ROOT, package, f"{words[0]}.py").exists():
         return _runner.main(importlib.import_module(package), words)
     module, recorded = importlib.import_module(f"{package}.{words[0]}"), {}
@@ -417,15 +415,6 @@ def measure(package, words):
         status = _runner.main(importlib.import_module(package), words)
     if module is cpu:
         prepare_run(cpu.make_config(recorded["recipe"], recorded["flags"]))
-    elif module is evidence:
-        part = PARTS[recorded["flags"][0]]
-        for evidence_run in {
-            evidence_run.backbone: evidence_run for evidence_run in part.runs(part.seeds)
-        }.values():
-            (_, _, _, *training), *_ = part.commands(
-                evidence_run, recorded["data"], recorded["workdir"]
-            )
-            train(training)
     return status
 
 
@@ -489,7 +478,6 @@ def test_documented_commands_run(command, inline, page, run):
         ("rope_jax compare --path=IMAGES --positions=ape", "has nothing to compare"),
         ("python -m benchmarks cpus", "invalid choice"),
         ("python -m benchmarks cpu -- model.name=vit_s17", "unknown model 'vit_s17'"),
-        ("python -m experiments evidence mnist --data FILE.npz", "not 'mnist'"),
         ("make trian", "the Makefile has no trian"),
         ("make train DIR=runs/x", "the Makefile has no DIR=runs/x"),
     ],
