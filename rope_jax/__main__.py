@@ -19,6 +19,7 @@ COMMANDS = {
     "analyse": ("analyse", "main", "attention, frequencies, correlation, costs"),
     "compare": ("compare", "command", "train several schemes and seeds on these images"),
     "report": ("report", "main", "compare finished runs on one page"),
+    "reproduce": ("reproduce", "command", "every table and figure of the four papers"),
     "export": ("export", "main", "write a model as a program that needs only jax"),
     "tune": ("tune", "main", "measure the fastest kernels of a model on this GPU"),
     "data verify": ("verify", "main", "list images that cannot be used"),

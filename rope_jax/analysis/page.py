@@ -47,8 +47,23 @@ def paragraph(text: str) -> str:
     return f"<p>{html.escape(text)}</p>"
 
 
+def link_list(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table whose first cells are links: text -> (file, further cells)."""
+    cells = [(text, *more) for text, (_, *more) in rows.items()]
+    made = table(header, cells)
+    for text, (file, *_) in rows.items():
+        escaped = html.escape(text)
+        link = f'<a href="{file}#{_anchor(text.partition(", ")[2])}">{escaped}</a>'
+        made = made.replace(f"<div>{escaped}</div>", f"<div>{link}</div>", 1)
+    return made
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"\W+", "-", heading.partition(": ")[0]).lower()
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells; the interval of a number is on a separate line."""
+    """A table of cells; the interval of a number is on a separate line, **text** is bold."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>"]
     for row in rows:
@@ -61,6 +76,7 @@ def _cell(column: str, text: str) -> str:
     value = html.escape(text)
     if number := re.fullmatch(r"([+-]?[\d.]+) (\[.*\])", value):
         value = f"{number[1]}<small>{number[2]}</small>"
+    value = re.sub(r"^\*\*(.*)\*\*$", r"<b>\1</b>", value)
     return f'<td data-column="{html.escape(column)}"><div>{value}</div></td>'
 
 
@@ -76,5 +92,5 @@ def to_html(title: str, sections: Mapping[str, Sequence[str]]) -> str:
     lines = []
     for heading, blocks in sections.items():
         if blocks:
-            lines += [f"<h2>{html.escape(heading)}</h2>", *blocks]
+            lines += [f'<h2 id="{_anchor(heading)}">{html.escape(heading)}</h2>', *blocks]
     return _PAGE.format(title=html.escape(title), style=_STYLE, body="\n".join(lines))

@@ -4,7 +4,7 @@ import contextlib
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -110,13 +110,97 @@ def lines(
         axes.set_yscale(yscale)
 
 
+def curves_by_panel(
+    panels: Mapping[str, Mapping[str, Mapping[float, float]]],
+    printed: Mapping[str, Mapping[str, Mapping[float, float]]],
+    path: pathlib.Path,
+    *,
+    title: str,
+    x: str,
+    y: str,
+    yscale: str = "linear",
+    zero: bool = False,
+    columns: int = 3,
+) -> None:
+    """Draws a panel for each model with a line for each scheme, and published points dashed.
+
+    Args:
+        panels: model -> scheme -> horizontal -> vertical.
+        printed: the same of published numbers, drawn in the same colours.
+        path: of the PNG file.
+        title: of the picture.
+        x, y: labels of the axes, with units.
+        yscale: "linear" or "log".
+        zero: draw a line at zero.
+        columns: panels in a row.
+    """
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+    sizes = {"columns": columns, "panel": (3.2, 3.0), "margins": (1.9, 0.7)}
+    with _panels(path, title, list(panels), **sizes) as all_axes:
+        for axes, (panel, curves) in zip(all_axes, panels.items(), strict=True):
+            for name in names:
+                style = {"color": colours[name], "linewidth": 1.3}
+                points = sorted(curves.get(name, {}).items())
+                style["marker"] = "" if len(points) > 50 else "o"
+                axes.plot(*_columns(points), label=name, **style)
+                dashed = {"linestyle": "--", "markerfacecolor": "none"}
+                axes.plot(
+                    *_columns(sorted(printed.get(panel, {}).get(name, {}).items())),
+                    **style | dashed,
+                )
+            axes.grid()
+            axes.set_yscale(yscale)
+            if len(places := {x for line in curves.values() for x in line}) in range(1, 13):
+                axes.set_xticks(sorted(places), [f"{x:g}" for x in sorted(places)], fontsize=6)
+            if zero:
+                axes.axhline(0, color="0.4", linewidth=1)
+        axes.figure.supxlabel(x)
+        axes.figure.supylabel(y)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[Sequence[float], Sequence[float]]:
+    return tuple(zip(*points, strict=True)) or ((), ())
+
+
+def categories(
+    rows: Mapping[str, Sequence[str]],
+    names: Sequence[str],
+    path: pathlib.Path,
+    *,
+    title: str,
+    x: str,
+) -> None:
+    """Draws rows of cells that are coloured by what they are.
+
+    Args:
+        rows: name -> the category of each cell.
+        names: of the categories, in the order of the legend.
+        path: of the PNG file.
+        title: of the picture.
+        x: label of the horizontal axis.
+    """
+    colours = dict(zip(names, ("0.85", *COLOURS), strict=False))
+    with diagram(path, title, x, "", height=1.4 + 0.45 * len(rows)) as axes:
+        for number, cells in enumerate(rows.values()):
+            for name in names:
+                places = [place for place, cell in enumerate(cells) if cell == name]
+                label = name if number == 0 else None
+                style = {"width": 0.95, "color": colours[name], "label": label}
+                axes.bar(places, [0.8] * len(places), bottom=number - 0.4, **style)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+
+
 def panels(
     maps: Mapping[str, Float[np.ndarray, "_ _"]],
     path: pathlib.Path,
     *,
     title: str,
     label: str,
-    mark: tuple[int, int] | None = None,
+    mark: tuple[int, int] | Literal["middle"] | None = "middle",
+    columns: int = 6,
 ) -> None:
     """Draws maps of values in [-1, 1] side by side, with one colour bar.
 
@@ -125,14 +209,18 @@ def panels(
         path: of the PNG file.
         title: of the picture.
         label: of the colour bar.
-        mark: (row, column) of the token that is marked on each; None for (H // 2, W // 2).
+        mark: (row, column) of the token that is marked on each, "middle" for (H // 2, W // 2);
+            None for no mark.
+        columns: panels in a row.
     """
-    sizes = {"columns": 6, "panel": (1.55, 1.75), "margins": (0.9, 0.4)}
+    sizes = {"columns": columns, "panel": (1.55, 1.75), "margins": (0.9, 0.4)}
     with _panels(path, title, list(maps), **sizes) as all_axes:
         for axes, values in zip(all_axes, maps.values(), strict=True):
             image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
-            row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
-            axes.plot(column, row, marker="+", color="black", markersize=7)
+            if mark is not None:
+                middle = (values.shape[0] // 2, values.shape[1] // 2)
+                row, column = middle if mark == "middle" else mark
+                axes.plot(column, row, marker="+", color="black", markersize=7)
             axes.set_axis_off()
         axes.figure.colorbar(image, ax=all_axes, fraction=0.05, aspect=25, label=label)
 

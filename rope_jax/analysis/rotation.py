@@ -56,14 +56,13 @@ def frequencies(position: Position, grid: Grid) -> Float[np.ndarray, "layers N A
 
 
 def fourier_reconstruction(
-    freqs: Float[np.ndarray, "... A R"], grid: Grid
+    freqs: Float[np.ndarray, "... A R"], grid: Grid, *, centre: tuple[int, int] | None = None
 ) -> Float[np.ndarray, "H W"]:
     """Reconstructs a point from the frequencies of a rotation (Heo et al., figure 1).
 
-    Returns the mean over frequencies F of cos(F . (p - centre)) at each token p, where the centre
-    is the token (H // 2, W // 2). This is the inverse Fourier transform of a single point,
-    restricted to the frequencies of the scheme: the sharper the peak, the better the scheme
-    separates one position from the others.
+    Returns the mean over frequencies F of cos(F . (p - centre)) at each token p. This is the
+    inverse Fourier transform of a single point, restricted to the frequencies of the scheme: the
+    sharper the peak, the better the scheme separates one position from the others.
 
     >>> wave = np.array([[0.0], [np.pi / 2]])  # along x, with a period of 4 tokens
     >>> fourier_reconstruction(wave, (1, 4)).round(6).tolist()
@@ -72,6 +71,7 @@ def fourier_reconstruction(
     Args:
         freqs: radians per token on two axes, from `frequencies`; of any layers and heads.
         grid: (H, W) in tokens.
+        centre: (row, column) of the point; None for (H // 2, W // 2).
 
     Returns:
         Values in [-1, 1], with 1 at the centre.
@@ -79,7 +79,8 @@ def fourier_reconstruction(
     Raises:
         ValueError: the frequencies have one axis.
     """
-    offsets = np.stack(np.indices(grid), axis=-1) - np.array(grid) // 2
+    place = np.array(grid) // 2 if centre is None else centre
+    offsets = np.stack(np.indices(grid), axis=-1) - np.array(place)
     return np.mean([np.cos(offsets @ wave) for wave in _waves(freqs)], axis=0)
 
 

@@ -112,9 +112,18 @@ def find_published(*, model: str, position: str, options: str = "", **key: Any) 
         for cell in published()
         if key.items() <= cell.key.items()
         and "position" in cell.key
-        and _schemes(cell.key["position"]) == _schemes(position)
+        and same_position(cell.key["position"], position)
         and _identity(model, cell.key.get("options", "")) == _identity(model, options)
     ]
+
+
+def same_position(first: str, second: str) -> bool:
+    """Whether two positions are one, apart from what tables of results do not name.
+
+    >>> same_position("rope_mixed+ape", "ape+rope_mixed")
+    True
+    """
+    return _schemes(first) == _schemes(second)
 
 
 @functools.cache

@@ -102,6 +102,18 @@ def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) 
     )
 
 
+def load_published(weights: ReleasedWeights, weights_dir: str | None = None) -> LoadedModel:
+    """Loads published weights; see `rope_jax.create_model` for where they come from."""
+    names = ("workdir", *_OF_RUNS, *_OF_MODELS, "seed")
+    return _load_named(
+        argparse.Namespace(
+            **dict.fromkeys(names)
+            | {"model": weights.model, "position": weights.position, "pretrained": weights.tag}
+            | {"weights_dir": weights_dir, "options": ""}
+        )
+    )
+
+
 def _load_named(arguments: argparse.Namespace) -> LoadedModel:
     if arguments.source is not None and arguments.weights is None:
         raise ConfigError(

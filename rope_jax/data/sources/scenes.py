@@ -90,6 +90,7 @@ class Scene:
         return classes.sum(axis=0).astype(np.uint8)
 
 
+@functools.lru_cache(maxsize=4)
 def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
     """The scenes of a split as a set in memory.
 
@@ -103,6 +104,7 @@ def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
     return LabelMaps(images, labels, "scenes", split, len(CLASS_NAMES), CLASS_NAMES)
 
 
+@functools.lru_cache(maxsize=4)
 def load_scene_boxes(split: str, size: tuple[int, int], seed: int = 0) -> BoxImages:
     """Scenes with a box around the visible part of each digit; classes are the digits.
 

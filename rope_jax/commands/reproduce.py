@@ -1,0 +1,247 @@
+"""Reproduces the tables and figures of the papers: trains what is missing, and sets ours beside.
+
+    rope_jax reproduce                                   list them
+    rope_jax reproduce heo/figure_4                      train small models, draw and print
+    rope_jax reproduce all --scale=smoke                 everything, to see that it runs
+    rope_jax reproduce heo --scale=released --data=IMAGENET/val
+    rope_jax reproduce lape/table_I --scale=full --plan  the commands, one per line
+    rope_jax reproduce heo/figure_2 --runs=runs/a,runs/b
+
+An id is PAPER/table_N, PAPER/figure_N or PAPER/equation_N, a PAPER, or all. The same command
+continues one that was interrupted; runs that tables and figures share are trained once. --workdir
+gets results.json, a picture for each figure, and index.html. The scales:
+
+    smoke      seconds a run: tiny models on embedded digits and scenes
+    small      minutes a run: small models on them, or on the images of --data: an .npz file, or
+               the folder of Fashion-MNIST
+    released   the authors' weights, evaluated on --data
+    full       trained as published, on --data
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from typing import Annotated, Any
+
+import rope_jax
+from rope_jax.analysis.runs import read_runs
+from rope_jax.commands import evaluate, train
+from rope_jax.commands.arguments import Argument, CommandParser, command_parser
+from rope_jax.commands.exits import exit_at_once, exit_statuses
+from rope_jax.config import ConfigError
+from rope_jax.names.notation import items
+from rope_jax.names.options import Count, Range
+from rope_jax.names.text import closest, format_table
+from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
+from rope_jax.papers.images import unpack
+from rope_jax.papers.lab import Job, Lab
+from rope_jax.papers.page import progress, write_pages
+from rope_jax.papers.plan import estimate
+from rope_jax.runs import run
+from rope_jax.system.compilation import keep_compiled
+from rope_jax.system.files import read_json, write_file
+from rope_jax.system.sharding import start_devices
+
+SCALES = ("smoke", "small", "released", "full")
+_DATA_OF_SCALES = "--scale={} needs --data: {}"
+
+
+def command() -> None:
+    """Calls `main` with `sys.argv`, and ends the process."""
+    parser, args = _parse(None)
+    with exit_at_once():
+        _reproduce(parser, args)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Lists, plans or reproduces tables and figures."""
+    _reproduce(*_parse(arguments))
+
+
+def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
+    parser = command_parser("rope_jax.reproduce", __doc__)
+    add = parser.add_argument
+    add("ids", nargs="*", help="tables and figures; none: list them")
+    add("--scale", choices=SCALES, default="small", help="default: small")
+    add("--data", help="images: PATH, or imagenet=PATH,coco=PATH,ade20k=PATH,cifar10=PATH")
+    add("--only", help="rows with these models or schemes alone, separated by commas")
+    add("--schemes", help="your own schemes, one more row or line each")
+    seeds = "runs of each model; default: 3 at scale small, otherwise 1"
+    add("--seeds", type=Argument(Count), help=seeds)
+    add("--epochs", type=Argument(Annotated[float, Range(above=0)]), help="at scale small")
+    add("--runs", help="workdirs of your own runs, separated by commas, instead of the papers'")
+    add("--minutes", type=float, help="stop after the run at hand when they are over")
+    add("--count", type=Argument(Count), help="images of attention statistics; default: 256")
+    add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/papers"), help="for everything")
+    add("--weights_dir", help="folder with files of published weights")
+    add("--plan", action="store_true", help="print the commands that are missing, and stop")
+    add("--json", action="store_true", help="print results.json at the end")
+    return parser, parser.parse_args(words)
+
+
+def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
+    with parser.one_line_errors(extra="plot"):
+        artifacts = find_artifacts(args.ids or ["all"])
+        lab = _lab(args)
+        if lab.only:
+            artifacts = _only(artifacts, lab)
+        if not args.ids:
+            print(format_table(*_list(artifacts, lab)))
+            return
+        if args.plan:
+            _print_plan(artifacts, lab)
+            return
+        if lab.scale in ("released", "full") and not lab.data and lab.given is None:
+            images = {"released": "the folder of ImageNet's validation images, by class"}
+            text = images.get(lab.scale, "the folder of ImageNet; --plan prints the commands")
+            raise ConfigError(_DATA_OF_SCALES.format(lab.scale, text))
+        _check_version(args.workdir)
+    with exit_statuses(str(args.workdir), distributed=False):
+        if lab.scale == "smoke":  # half of the time to compile; speed does not matter
+            flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            os.environ.setdefault("XLA_FLAGS", flags)
+        keep_compiled()
+        start_devices()
+        lab = unpack(lab)
+        end = time.monotonic() + 60 * (args.minutes or 1e9)
+        for artifact in artifacts:
+            jobs = [job for job in lab.jobs(artifact.runs(lab)) if not job.done]
+            for number, job in enumerate(jobs, 1):
+                if time.monotonic() > end:
+                    break
+                print(f"[{artifact.id} {number}/{len(jobs)}] {_words(job)}", flush=True)
+                _run(job, lab)
+            _add_result(artifact.id, result(artifact, lab, args.workdir), lab)
+            if time.monotonic() > end:
+                print(f"stopped after {args.minutes:g} minutes: run the same command again")
+                break
+    results = read_json(args.workdir / "results.json")
+    if args.json:
+        print(json.dumps(results))
+    print(f"results: {args.workdir / 'results.json'}\npages: {args.workdir / 'index.html'}")
+
+
+def _lab(args: argparse.Namespace) -> Lab:
+    data: dict[str, str] = {}
+    for word in items(args.data) if args.data else []:
+        name, equals, path = word.partition("=")
+        default = "images" if args.scale in ("smoke", "small") else "imagenet"
+        data |= {name: path} if equals else {default: word}
+    missing = [path for path in data.values() if not pathlib.Path(path).exists()]
+    if missing:
+        raise ConfigError(f"--data={missing[0]} does not exist: name a file or folder of images")
+    given = None
+    if args.runs:
+        given = tuple(r for folder in items(args.runs) for r in read_runs(pathlib.Path(folder)))
+        sets = dict.fromkeys(run.rows[0]["dataset"] for run in given)
+        if len(sets) > 1:
+            raise ConfigError(f"--runs were tested on {' and '.join(sets)}: name runs of one set")
+    return Lab(
+        scale=args.scale,
+        workdir=args.workdir,
+        data=data,
+        seeds=args.seeds,
+        sizes=sides_by_model(),
+        schemes=tuple(items(args.schemes)) if args.schemes else (),
+        weights_dir=args.weights_dir,
+        given=given,
+        count=args.count,
+        epochs=args.epochs,
+        only=tuple(items(args.only)) if args.only else (),
+        plugins=tuple(getattr(args, "plugins", [])),
+    )
+
+
+def _only(artifacts: list[Any], lab: Lab) -> list[Any]:
+    """The artifacts that have a row or line of --only."""
+    kept = [artifact for artifact in artifacts if artifact.runs(lab)]
+    if not kept:
+        every = dataclasses.replace(lab, only=())
+        names = {name for a in artifacts for run in a.runs(every) for name in run.names}
+        hint = closest(lab.only[0], sorted(names))
+        raise ConfigError(f"--only={','.join(lab.only)} matches no row; {hint}")
+    return kept
+
+
+def _list(artifacts: list[Any], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What there is: the runs of each scale, and the cells that are filled in the workdir."""
+    path = lab.workdir / "results.json"
+    stored = read_json(path)["artifacts"] if path.exists() else {}
+    rows = []
+    for artifact in artifacts:
+        counts = []
+        for scale in ("smoke", "small", "full"):
+            jobs = dataclasses.replace(lab, scale=scale).jobs(artifact.runs(lab))
+            counts.append(str(sum(job.words[0] == "train" for job in jobs)))
+        done = progress(stored[artifact.id]) if artifact.id in stored else "-"
+        rows.append((artifact.id, artifact.title, *counts, done))
+    return ("id", "shows", "runs: smoke", "small", "full", "cells done"), rows
+
+
+def _print_plan(artifacts: list[Any], lab: Lab) -> None:
+    """Prints the missing commands, one per line, each with what it costs."""
+    jobs: dict[Job, None] = {}
+    for artifact in artifacts:
+        jobs |= dict.fromkeys(job for job in lab.jobs(artifact.runs(lab)) if not job.done)
+    total = 0.0
+    for job in jobs:
+        cost = estimate(job, lab.scale)
+        total += cost.hours
+        print(f"{_words(job)}  # {cost}")
+    print(
+        f"# {len(jobs)} commands, {total:,.1f} hours; a command follows those above it that it "
+        "starts from"
+    )
+
+
+def _words(job: Job) -> str:
+    return shlex.join(["rope_jax", *job.words])
+
+
+def _check_version(workdir: pathlib.Path) -> None:
+    path = workdir / "results.json"
+    if path.exists() and (version := read_json(path).get("version")) != rope_jax.__version__:
+        raise ConfigError(
+            f"--workdir={workdir} holds results of rope_jax {version}, and this is "
+            f"{rope_jax.__version__}: use another folder"
+        )
+
+
+def _run(job: Job, lab: Lab) -> None:
+    """Runs a command in this process; what it prints goes to log.txt in its folder.
+
+    A scheme of the user's that a model refuses leaves its cells empty.
+    """
+    job.result.parent.mkdir(parents=True, exist_ok=True)
+    with open(job.result.parent / "log.txt", "a") as log, contextlib.redirect_stdout(log):
+        if job.words[0] == "evaluate":
+            evaluate.main(list(job.words[1:]))
+        else:
+            args, config = train.parse(list(job.words[1:]))
+            try:
+                run.train(config, args.workdir)
+            except ConfigError as error:
+                if config.model.position not in lab.schemes:
+                    raise
+                print(f"left out: {error}", file=sys.stderr)
+
+
+def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
+    """Adds an artifact to results.json, and writes the pages again."""
+    path, scale = lab.workdir / "results.json", "runs" if lab.given else lab.scale
+    head = {"scale": scale, "data": dict(lab.data), "version": rope_jax.__version__}
+    stored = read_json(path) if path.exists() else {}
+    if not head.items() <= stored.items():  # of another scale or other images
+        stored = head | {"artifacts": {}}
+    stored["artifacts"][name] = entry
+    order = [a.id for paper in DECLARED for a in paper.artifacts if a.id in stored["artifacts"]]
+    stored["artifacts"] = {name: stored["artifacts"][name] for name in order}
+    lab.workdir.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(stored, indent=1) + "\n")
+    write_pages(stored, lab.workdir, DECLARED)

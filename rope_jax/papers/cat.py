@@ -1,0 +1,75 @@
+"""Erickson, Cross-Axis Transformer (2311.07184). In the order of its text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rope_jax.models.registry import find_model
+from rope_jax.papers.claims import above
+from rope_jax.papers.drawings import decay
+from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config
+from rope_jax.papers.runs import Run
+
+_BATCH = {"cat_vit_5": 32, "dinov2_s14": 64, "beit_b16": 32}
+
+
+def _run(key: Mapping[str, Any]) -> Run | None:
+    model = key["model"]
+    batch = _BATCH.get(model)
+    settings = (f"batch_size={batch}",) if batch else ()
+    options = key.get("options", "")
+    if options == "imprint=paper":  # the model's own
+        options = ""
+    recipe = f"cat:variant={model}"
+    return Run(model, key["position"], recipe, options, settings=settings)
+
+
+_TRAINING = {
+    "epochs": lambda c: c.epochs,
+    "optimizer": lambda c: c.optim.name,
+    "lr_schedule": lambda c: c.optim.schedule,
+    "learning_rate": lambda c: c.optim.learning_rate,
+    "dataset": lambda c: "ImageNet1k",
+}
+_MODELS = {
+    "patch_size": lambda c: find_model(c.model.name).options.patch_size,
+    "attention_heads": lambda c: find_model(c.model.name).options.heads,
+    "batch_size": lambda c: c.batch_size,
+    "hidden_layers": lambda c: find_model(c.model.name).options.depth,
+    "hidden_size": lambda c: find_model(c.model.name).options.width,
+}
+
+
+def _setting(key: Mapping[str, Any]) -> str:
+    return str((_TRAINING | _MODELS)[key["setting"]](recipe_config("cat:variant=cat_5")))
+
+
+ARTIFACTS = (
+    Drawing("figure_decay", "Decay of the frequencies over the feature dimension", content=decay),
+    Table(
+        "table_1",
+        "Accuracy after ten epochs, and operations",
+        run=_run,
+        columns="quantity",
+        note="batches of 32 for ViT and BEiT, 64 for DINOv2, as the paper's text says",
+        claims=above("cat_5", "cat_vit_5", "dinov2_s14", "beit_b16", by="model"),
+    ),
+    Settings(
+        "table_2",
+        "Training settings",
+        ours=_setting,
+    ),
+    Settings("table_3", "Models", ours=_setting),
+    Table(
+        "table_4",
+        "Ablations of CAT",
+        run=_run,
+        columns="quantity",
+        note="the paper does not say whether the learned mask comes with the imprint: here it does. "
+        "Its text describes a linear decay where the table says tanh",
+        claims=[
+            *above("", "imprint=none", by="options"),
+            *above("imprint=backwards_tanh", "imprint=none", by="options"),
+            *above("imprint=none", "focal_mask=True", "imprint=tanh", by="options"),
+        ],
+    ),
+)

@@ -1,0 +1,103 @@
+"""The four papers as they are declared, and the results of an artifact."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rope_jax.analysis.costs import scheme_costs
+from rope_jax.evaluate.curves import available
+from rope_jax.names.text import closest
+from rope_jax.papers import cat, heo, lape, thesis
+from rope_jax.papers.kinds import Artifact
+from rope_jax.papers.lab import Lab
+
+
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """A paper.
+
+    Attributes:
+        name: in ids.
+        title: author and subject.
+        artifacts: its tables and figures, in the order of its text.
+        remarks: what the page says at its end.
+    """
+
+    name: str
+    title: str
+    artifacts: Sequence[Artifact]
+    remarks: Callable[[], list[str]] = list
+
+    def __post_init__(self):
+        own = [dataclasses.replace(artifact, paper=self.name) for artifact in self.artifacts]
+        object.__setattr__(self, "artifacts", tuple(own))
+
+
+def _costs_of_rotation() -> list[str]:
+    """Heo et al., section 3.3: both countings of the operations of a rotation."""
+    (row,) = scheme_costs("deit3_b16", ["rope2d"], 224)
+    depth, tokens, channels = 12, 14 * 14, 768
+    complex_products = depth * tokens * channels
+    return [
+        "Cost of rotation in ViT-B at 224 px (section 3.3). The paper counts one operation for "
+        f"each complex product: {depth} layers x {tokens} tokens x {channels} / 2 pairs of "
+        f"channels, of queries and of keys: {complex_products:,}, the 1.8 M that it prints, or "
+        f"{100 * complex_products / row.multiply_adds:.2f} % of {row.multiply_adds / 1e9:.1f} G. "
+        "rope_jax analyse costs counts real operations, six for each complex product (four "
+        f"multiplications and two additions): {row.operations:,}, or "
+        f"{100 * row.operations / row.multiply_adds:.2f} %."
+    ]
+
+
+DECLARED = (
+    Paper("thesis", "Kane, thesis: Axial RoPE", thesis.ARTIFACTS),
+    Paper("heo", "Heo et al.: RoPE for ViT", heo.ARTIFACTS, _costs_of_rotation),
+    Paper("lape", "Yu et al.: LaPE", lape.ARTIFACTS),
+    Paper("cat", "Erickson: Cross-Axis Transformer", cat.ARTIFACTS),
+)
+ARTIFACTS = {artifact.id: artifact for paper in DECLARED for artifact in paper.artifacts}
+
+
+def find_artifacts(ids: Iterable[str]) -> list[Artifact]:
+    """The tables and figures with these ids: "heo/figure_4", a paper ("heo"), or "all".
+
+    Raises:
+        ValueError: there is no such one; the message names the nearest.
+    """
+    found: dict[str, Artifact] = {}
+    for name in ids:
+        fitting = {x: a for x, a in ARTIFACTS.items() if name in ("all", x, a.paper)}
+        if not fitting:
+            names = [*ARTIFACTS, *(paper.name for paper in DECLARED), "all"]
+            raise ValueError(f"{name} is no table or figure; {closest(name, names)}")
+        found |= fitting
+    return list(found.values())
+
+
+def sides_by_model() -> dict[str, list[int]]:
+    """The test sides in pixels of all tables and figures that a model is in."""
+    sides: dict[str, set[int]] = {}
+    for artifact in ARTIFACTS.values():
+        for model, at in artifact.sides().items():
+            sides.setdefault(model, set()).update(at)
+    return {model: sorted(at) for model, at in sides.items()}
+
+
+def result(artifact: Artifact, lab: Lab, folder: pathlib.Path) -> dict[str, Any]:
+    """An artifact's entry in results.json, with its pictures in a folder."""
+    cells = artifact.cells(lab)
+    name = artifact.id.replace("/", "_")
+    files = artifact.draw(lab, cells, folder / f"{name}.png") if available() else []
+    rows = [rows[0] for run in artifact.runs(lab) for _, rows in lab.rows(run).values()]
+    protocol = dict.fromkeys(f"{r['dataset']} {r['split']}, {r['protocol']}" for r in rows)
+    return {
+        "title": artifact.title,
+        "quantity": artifact.quantity,
+        "note": artifact.note,
+        "columns": getattr(artifact, "columns", "position"),
+        "protocol": list(protocol),
+        "cells": cells,
+        "claims": artifact.verdicts(lab),
+        "files": [path.name for path in files],
+    }

@@ -1,0 +1,97 @@
+"""The papers' figures that follow from definitions alone: their numbers, and how they are drawn."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from rope_jax.analysis import plots
+from rope_jax.analysis.rotation import READINGS, rotation_angles
+from rope_jax.positions import PerLayer, Stage, create_position
+from rope_jax.positions.frequencies import ladder
+
+HEAD_DIM, WIDTHS, HEADS = 32, (256, 512), 8
+PARTS = ("stays", "x, real", "x, imaginary", "y, real", "y, imaginary")
+
+
+def _cell(key: dict[str, Any], ours: Any, published: Any = None, note: str = "") -> dict[str, Any]:
+    if isinstance(ours, float):
+        ours = {"mean": ours, "interval": None, "seeds": [], "runs": []}
+    return {"key": key, "published": published, "ours": ours, "note": note}
+
+
+def channel_parts(position: str, head_dim: int = HEAD_DIM) -> list[str]:
+    """What a rotary scheme does with each channel of a head, an entry of PARTS.
+
+    >>> channel_parts("axial_rope", 8)[:5]
+    ['y, real', 'x, real', 'y, imaginary', 'x, imaginary', 'stays']
+    """
+    stage = Stage(depth=1, heads=1, head_dim=head_dim, channels=head_dim, grid=(4, 4))
+    rotation = create_position(position, stage, rngs=nnx.Rngs(0)).terms((4, 4)).rotation
+    if rotation is None:
+        raise ValueError(f"{position} turns no channels: name a rotary scheme")
+    freqs = rotation.freqs.value[0] if isinstance(rotation.freqs, PerLayer) else rotation.freqs
+    axes = "yx" if freqs.shape[1] == 2 else "x"  # coordinates are (y, x)
+    pairs, parts = freqs.shape[-1], ["stays"] * head_dim
+    for pair, strengths in enumerate(np.abs(np.asarray(freqs[0])).T):
+        axis = axes[int(strengths.argmax())]
+        half = rotation.pairing == "half"
+        real, imaginary = (pair, pairs + pair) if half else (2 * pair, 2 * pair + 1)
+        parts[real], parts[imaginary] = f"{axis}, real", f"{axis}, imaginary"
+    return parts
+
+
+def channels(schemes: Sequence[str]):
+    """Thesis, figure 3.1: the channels of one head by axis and part, with k_rope = 2."""
+    names = ["axial_rope", "rope2d(k_rope=2)", *schemes]
+    parts = {name: channel_parts(name) for name in names}
+    cells = [
+        _cell({"position": name, "channel": channel, "quantity": "part"}, part)
+        for name, row in parts.items()
+        for channel, part in enumerate(row)
+    ]
+    title = f"Channels of a head of {HEAD_DIM} (mixed frequencies: the stronger axis)"
+    return cells, lambda path: plots.categories(parts, PARTS, path, title=title, x="channel")
+
+
+def angles(schemes: Sequence[str]):
+    """Thesis, figure C.1: the angle of each dimension at coordinate 1."""
+    panels, cells = {}, []
+    for width in WIDTHS:
+        curves = {name: rotation_angles(name, width, heads=HEADS) for name in READINGS}
+        panels[f"d = {width}"] = {
+            READINGS[name][1]: dict(enumerate(curve)) for name, curve in curves.items()
+        }
+        for name, curve in curves.items():
+            for dimension in (0, width // 4, width // 2, 3 * width // 4, width - 1):
+                key = {"reading": name, "width": width, "dimension": dimension, "quantity": "angle"}
+                cells.append(_cell(key, float(curve[dimension])))
+
+    def draw(path: pathlib.Path) -> None:
+        labels = {"x": "dimension", "y": "angle at coordinate 1 (radians)", "yscale": "log"}
+        plots.curves_by_panel(panels, {}, path, title="Angles of rotation", **labels)
+
+    return cells, draw
+
+
+def decay(schemes: Sequence[str]):
+    """CAT, unnumbered figure of section 2.2: frequencies over the feature dimension."""
+    pairs = 1000
+    ours = np.asarray(ladder(pairs, 10_000.0), np.float64).ravel()
+    depth = np.arange(pairs) / pairs
+    note = "published: the printed formula 10000^(-2i/d); ours: the ladder of cat_rope(mode=paper)"
+    cells = []
+    for tick in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        mine = float(ours[round(tick * pairs)]) if tick < 1 else None
+        key = {"depth": tick, "quantity": "frequency"}
+        cells.append(_cell(key, mine, 10_000.0**-tick, note if tick < 1 else "not on the ladder"))
+
+    def draw(path: pathlib.Path) -> None:
+        panels = {"": {"cat_rope": dict(zip(depth, ours, strict=True))}}
+        printed = {"": {"cat_rope": {x: 10_000.0**-x for x in np.linspace(0, 1, 21)}}}
+        labels = {"x": "feature dimension, relative", "y": "frequency (radians per unit)"}
+        plots.curves_by_panel(panels, printed, path, title="Decay curve", **labels)
+
+    return cells, draw

@@ -1,0 +1,376 @@
+"""The papers' runs at a scale: their commands, their results, and what is measured on them."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rope_jax.analysis.intervals import student, wilson
+from rope_jax.analysis.runs import RunResults, read_runs
+from rope_jax.config import model_overrides
+from rope_jax.config.settings import ModelConfig
+from rope_jax.evaluate import read_evaluations
+from rope_jax.evaluate.results import FRACTIONS, Row, main_score
+from rope_jax.papers.published import same_position
+from rope_jax.papers.runs import Run, Scale, StandIn, stand_in
+from rope_jax.runs.loading import LoadedModel, load_published, load_run
+from rope_jax.system.files import read_json, write_file
+from rope_jax.weights import list_weights
+from rope_jax.weights.released import ReleasedWeights
+
+Measured = dict[str, Any]  # mean, interval, seeds, runs
+_EPOCHS = {"classify": {"smoke": 1.0, "small": 20.0}, "segment": {"small": 20.0},
+           "detect": {"small": 8.0}}  # fmt: skip
+_SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
+# Heads of the stand-ins in segmentation of scenes; the cells of a patch have 2 pixels.
+_HEADS = {"deit3": "linear(cells=4)", "vit_adapter": "upernet(width=32)"}
+_TINY_DINO = (
+    "dino(width=32,levels=1,groups=4,heads=2,points=1,encoder_depth=1,decoder_depth=1,hidden=32,"
+    "queries=12,denoising=2,detections=12)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command of `rope_jax`, and the file that it leaves at its end."""
+
+    words: tuple[str, ...]
+    result: pathlib.Path
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.result.exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """The workplace of `rope_jax reproduce`.
+
+    Attributes:
+        scale: see the command.
+        workdir: for everything.
+        data: paths of the images by name: "imagenet", "coco", ...; at the scale small "images".
+        seeds: number of seeds of each run; None for the scale's.
+        sizes: test sides in pixels of each model, in the paper, by model.
+        schemes: the user's, which join every table and figure.
+        weights_dir: with files of published weights.
+        given: the user's runs, instead of those of the papers.
+        count: test images of analyses; None for the scale's.
+        epochs: of training at the scale small, instead of the default.
+        plugins: of the user.
+        only: models, schemes or options of the rows and lines to make; none for all.
+    """
+
+    scale: Scale
+    workdir: pathlib.Path
+    data: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    seeds: int | None = None
+    sizes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    schemes: tuple[str, ...] = ()
+    weights_dir: str | None = None
+    given: tuple[RunResults, ...] | None = None
+    count: int | None = None
+    epochs: float | None = None
+    plugins: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    def wants(self, run: Run | None) -> bool:
+        """Whether a run is among those of `only`."""
+        return not self.only or (run is not None and bool({*self.only} & {*run.names}))
+
+    @property
+    def small_scale(self) -> bool:
+        """Whether small models stand in for the papers'."""
+        return self.scale in ("smoke", "small")
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Of the runs of this scale, and these images."""
+        images = self.data.get("images")
+        return self.workdir / (
+            f"{self.scale}-{pathlib.Path(images).stem}" if images else self.scale
+        )
+
+    @property
+    def all_seeds(self) -> list[int | None]:
+        """The seeds of a run; None for the recipe's own, of a single one at full scale."""
+        if self.scale == "full":
+            return [None] if self.seeds in (None, 1) else [*range(self.seeds)]
+        return [*range(self.seeds or (3 if self.scale == "small" else 1))]
+
+    # Commands.
+
+    def jobs(self, runs: Iterable[Run]) -> list[Job]:
+        """The commands that train or evaluate runs, each after those that it starts from."""
+        jobs: dict[pathlib.Path, Job] = {}
+        for run in runs:
+            for seed in self.all_seeds:
+                for stage in self.stages(run):
+                    for job in self._stage_jobs(stage, seed):
+                        jobs.setdefault(job.result, job)
+        return list(jobs.values())
+
+    def stages(self, run: Run) -> list[Run]:
+        """The runs before a run at this scale, and itself; none if it cannot be run."""
+        if self.given is not None or (self.scale != "released" and not run.recipe):
+            return []
+        if self.scale == "released":
+            return [run] if self.released(run) else []
+        if self.scale == "full" or run.task == "classify":
+            return run.stages if self.scale == "full" else [run]
+        stages = [run.stages[0], dataclasses.replace(run, recipe="upernet")]
+        return [*stages, run] if run.task == "detect" else stages
+
+    def run_folder(self, run: Run, seed: int | None) -> pathlib.Path:
+        """The workdir of a run."""
+        if not self.small_scale:
+            name = run.full_name() if self.scale == "full" else f"{run.model}-{run.position}"
+            if self.scale == "released" and run.task != "classify":
+                name += f"-{run.recipe.partition(':')[0]}"
+        else:
+            task = "" if run.task == "classify" else run.task
+            extra = _added_options(run, stand_in(run.model))
+            names = [stand_in(run.model).family, task, run.position, extra]
+            name = "-".join(filter(None, names))
+        return self.folder / (f"{name}-{seed}" if seed else name)
+
+    def _stage_jobs(self, run: Run, seed: int | None) -> list[Job]:
+        folder = self.run_folder(run, seed)
+        if self.scale == "released":
+            return [self._evaluation(run, folder)]
+        if self.scale == "full":
+            words = run.full_words(self.data, seed, str(self.folder))
+            words += self._resolutions(self.sizes.get(run.model, ()), 224, run)
+        else:
+            words = self._stand_in_words(run, seed)
+        words += [f"--plugins={name}" for name in self.plugins]
+        train = ["train", *words, f"--workdir={folder}"]
+        jobs = [Job(tuple(train), folder / "results.json")]
+        if run.recipe.startswith("upernet:") and "adapter" not in run.recipe:
+            scales = "0.5,0.75,1.0,1.25,1.5,1.75" if self.scale == "full" else "1.0"
+            evaluate = ["evaluate", str(folder), f"--scales={scales}", "--flip", "--pictures=0"]
+            jobs.append(Job(tuple(evaluate), folder / "evaluations.json"))
+        return jobs
+
+    def _resolutions(self, sides: Iterable[int], trained: int, run: Run) -> list[str]:
+        if run.task != "classify":
+            return []
+        others = [side for side in dict.fromkeys(sides) if side != trained]
+        return [f"--config.eval.resolutions={str(tuple(others)).replace(' ', '')}"]
+
+    def _stand_in(self, model: str) -> StandIn:
+        small = stand_in(model)
+        return small.on_photographs() if self.scale == "small" and "images" in self.data else small
+
+    def _stand_in_words(self, run: Run, seed: int) -> list[str]:
+        small, task = self._stand_in(run.model), run.task
+        options = small.tiny if self.scale == "smoke" else small.small
+        options = ",".join(filter(None, [options, _added_options(run, small)]))
+        epochs = _EPOCHS[task].get(self.scale)
+        if task == "classify":
+            epochs = self.epochs or epochs
+            words = self._classification(run.position, seed, epochs)
+            words += [
+                f"--config.data.image_size={small.side}",
+                f"--config.optim.warmup_epochs={epochs / 10:g}",
+            ]
+            family = [
+                at for name, at in self.sizes.items() if stand_in(name) == stand_in(run.model)
+            ]
+            sides = {small.size(side, 224) for at in family for side in at}
+            words += self._resolutions(sorted(sides), small.side, run)
+        else:
+            recipe = {"segment": "scenes", "detect": "scenes_boxes"}[task]
+            before = self.stages(run)[-2]
+            arguments = f"position={run.position},seed={seed}"
+            length = f"--config.epochs={epochs}" if epochs else "--config.steps=3"
+            words = [f"--config={recipe}:{arguments}", length]
+            words += [f"--config.init_from={self.run_folder(before, seed)}"]
+            words += ["--config.eval.resolutions=()", "--config.optim.warmup_epochs=0.0"]
+            if task == "segment":
+                words += [f"--config.model.head={_HEADS.get(small.family, 'linear(cells=8)')}"]
+            elif self.scale == "smoke":
+                words += [f"--config.model.head={_TINY_DINO}"]
+        return [*words, f"--config.model.name={small.model}", f"--config.model.options={options}"]
+
+    def _classification(self, position: str, seed: int, epochs: float) -> list[str]:
+        arguments = f"position={position},seed={seed},epochs={epochs}"
+        if self.scale == "smoke" or "images" not in self.data:
+            augment = "--config.data.augment=resized_crop(scale_min=0.8)"
+            batch = ["--config.batch_size=32"] if self.scale == "smoke" else []
+            return [f"--config=digits:{arguments}", augment, *batch]
+        path = self.data["images"]
+        if not path.endswith(".npz"):
+            crops = "augment=resized_crop(scale_min=0.35)"
+            return [f"--config=fashion_mnist:{arguments},{crops}", f"--config.data.path={path}"]
+        return [
+            f"--config=own_images:{arguments},source=npz,batch=128",
+            f"--config.data.path={path}",
+            "--config.data.augment=resized_crop(scale_min=0.35)+flip+color_jitter",
+            "--config.mix.mixup=0.0",
+            "--config.mix.cutmix=0.0",
+            "--config.optim.learning_rate=0.001",
+        ]
+
+    def _evaluation(self, run: Run, folder: pathlib.Path) -> Job:
+        weights = self.released(run)
+        words = ["evaluate", f"--model={run.model}", f"--position={weights.position}"]
+        words += [f"--pretrained={weights.tag}", f"--dataset={run.data}"]
+        words += [f"--images={self.data[run.data]}", f"--out={folder / 'evaluations.json'}"]
+        if run.task == "classify":
+            sides = dict.fromkeys((weights.image_size or 224, *self.sizes.get(run.model, (224,))))
+            words.append(f"--resolutions={','.join(map(str, sides))}")
+            if run.model.startswith("swin") and len(sides) > 1:
+                words.append("--scale_windows")
+        if self.weights_dir:
+            words.append(f"--weights_dir={self.weights_dir}")
+        return Job(tuple(words), folder / "evaluations.json")
+
+    def released(self, run: Run) -> ReleasedWeights | None:
+        """The authors' weights of a run; None if there are none, or no images for them."""
+        if run.data not in self.data or run.options:
+            return None
+        head = None if run.task == "classify" else run.recipe.partition(":")[0]
+        for weights in list_weights(run.model):
+            if weights.head == head and same_position(weights.position, run.position):
+                return weights
+        return None
+
+    # Results.
+
+    def rows(self, run: Run) -> dict[int, tuple[str, list[Row]]]:
+        """The rows of a run's results by seed, with the name of its folder; none before its end."""
+        if self.given is not None:
+            return {
+                result.config.seed: (result.workdir.name, [*result.rows, *result.others])
+                for result in self.given
+                if _same_model(run, result.config.model)
+            }
+        if not self.stages(run):
+            return {}
+        found = {}
+        for number, seed in enumerate(self.all_seeds):
+            folder = self.run_folder(run, seed)
+            if self.scale == "released":
+                rows = read_evaluations(folder / "evaluations.json")
+            elif (folder / "results.json").exists():
+                (result,) = read_runs(folder)
+                rows = [*result.rows, *result.others]
+            else:
+                rows = []
+            if rows:
+                found[number if seed is None else seed] = (folder.name, rows)
+        return found
+
+    def test_size(self, run: Run, side: int) -> int:
+        """The test side in place of a paper's, in pixels."""
+        if not self.small_scale or self.given is not None:
+            return side
+        trained = 32 if run.data.startswith("cifar") else 224
+        return self._stand_in(run.model).size(side, trained)
+
+    def scores(
+        self, run: Run, side: int | None, *, dataset: str | None = None, views: str = ""
+    ) -> dict[int, tuple[str, Row]]:
+        """The row of each seed at a test side; None for the first row, the training size.
+
+        Args:
+            run: of a paper.
+            side: of the paper.
+            dataset: another set than that of the run: "imagenet_v2".
+            views: "multi-scale" for the average over scales and flips.
+        """
+        chosen = {}
+        for seed, (folder, rows) in self.rows(run).items():
+            rows = [row for row in rows if _row_fits(row, dataset, views)]
+            if side is not None:
+                size = [self.test_size(run, side)] * 2
+                rows = [row for row in rows if row["resolution"] == size]
+            if rows:
+                chosen[seed] = (folder, rows[0])
+        return chosen
+
+    def measured(self, values: Mapping[int, tuple[str, Row | float]]) -> Measured | None:
+        """Mean and 95 % interval, in percent for rows; None without any."""
+        if not values:
+            return None
+        numbers, interval = [_number(value) for _, value in values.values()], None
+        mean, half = student(numbers)
+        (_, first), *others = values.values()
+        if others:
+            interval = [mean - half, mean + half]
+        elif isinstance(first, dict) and main_score(first) in FRACTIONS:
+            interval = [100 * bound for bound in wilson(mean / 100, first["count"])]
+        return {
+            "mean": mean,
+            "interval": interval,
+            "seeds": sorted(values),
+            "runs": [folder for folder, _ in values.values()],
+        }
+
+    # What is measured on trained models.
+
+    def analyse(
+        self, run: Run, name: str, function: Callable[[LoadedModel], Any]
+    ) -> dict[int, tuple[str, Any]]:
+        """`function` of a run's model by seed, kept in the run's folder as reproduce_NAME.json."""
+        values = {}
+        for seed, (_, rows) in self.rows(run).items():
+            folder = self._folder_of(run, seed)
+            path = folder / f"reproduce_{name}.json"
+            step = rows[0].get("asked", {}).get("step")
+            stored = read_json(path) if path.exists() else None
+            if stored is None or stored["step"] != step:
+                stored = {"step": step, "value": function(self.load(run, seed))}
+                write_file(path, json.dumps(stored, default=np.ndarray.tolist))
+                stored = read_json(path)
+            values[seed] = (folder.name, stored["value"])
+        return values
+
+    def _folder_of(self, run: Run, seed: int) -> pathlib.Path:
+        if self.given is None:
+            return self.run_folder(run, seed if self.scale != "full" or self.seeds else None)
+        return next(
+            result.workdir
+            for result in self.given
+            if result.config.seed == seed and _same_model(run, result.config.model)
+        )
+
+    def load(self, run: Run, seed: int) -> LoadedModel:
+        """The trained model of a run, or the authors'."""
+        if self.scale != "released" or self.given is not None:
+            return load_run(str(self._folder_of(run, seed)))
+        return load_published(self.released(run), self.weights_dir)
+
+
+def _same_model(run: Run, model: ModelConfig) -> bool:
+    return (
+        run.model == model.name
+        and same_position(run.position, model.position)
+        and model_overrides(run.options) == model_overrides(model.options)
+    )
+
+
+def _added_options(run: Run, small: StandIn) -> str:
+    """The options of a run that do not set the size of its model."""
+    own = model_overrides(small.small)
+    added = {k: v for k, v in model_overrides(run.options).items() if k not in own}
+    return ",".join(f"{name}={value}" for name, value in added.items())
+
+
+def _row_fits(row: Row, dataset: str | None, views: str) -> bool:
+    asked = row.get("asked", {})
+    wanted = None if dataset is None else _SETS.get(dataset)
+    if asked.get("dataset") in _SETS.values() and asked["dataset"] != wanted:
+        return False
+    if wanted is not None and asked.get("dataset") != wanted:
+        return False
+    return ("flip" in row["protocol"]) == (views == "multi-scale")
+
+
+def _number(value: Row | float) -> float:
+    return 100 * value[main_score(value)] if isinstance(value, dict) else float(value)

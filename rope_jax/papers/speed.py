@@ -1,0 +1,85 @@
+"""The thesis' tables of speed, measured on this machine; a finished measurement is kept."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from rope_jax.analysis.speed import (
+    PRECISIONS,
+    images_per_second,
+    rotation_sizes,
+    time_rotation,
+)
+from rope_jax.config import model_overrides
+from rope_jax.papers.lab import Lab, Measured
+from rope_jax.papers.runs import stand_in
+from rope_jax.system.files import read_json, write_file
+
+K_ROPES = (1, 2, 4, 8)
+ON_GPU = "fused kernels are timed on a GPU: run rope_jax reproduce {} there"
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _kept(lab: Lab, name: str, measure: Callable[[], Any]) -> Any:
+    """A measurement on this device, from the workdir's file if it was made before."""
+    path = lab.workdir / "speed.json"
+    stored = read_json(path) if path.exists() else {}
+    device = stored.setdefault(jax.devices()[0].device_kind, {})
+    if name not in device:
+        device[name] = measure()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(stored, indent=1) + "\n")
+    return device[name]
+
+
+def throughput(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:
+    """Tables 4.4 and D.1: images per second, or percent over RPB with the same kernel."""
+    fused = key["kernel"] != "BMM"
+    if fused and not _on_gpu():
+        return None, ON_GPU.format("thesis/table_4.4 or D.1")
+    speed = _speed(lab, key["model"], key["position"], fused)
+    if key["quantity"] == "percent_over_rpb":
+        speed = 100 * (speed / _speed(lab, key["model"], "rpb", fused) - 1)
+    words = "float16, batch 256" if _on_gpu() else "a stand-in on a CPU: float32, batch 16"
+    return _single(speed), words
+
+
+def _speed(lab: Lab, model: str, position: str, fused: bool) -> float:
+    if _on_gpu():
+        name, options = model, {"batch": 256}
+    else:
+        small = stand_in(model)
+        options = {"batch": 16, "image_size": small.side, "dtype": "float32", "turns": 3}
+        name, options = small.model, options | model_overrides(small.small)
+    measure = lambda: images_per_second(name, position, fused=fused, **options)
+    return _kept(lab, f"{name}, {position}, {'fused' if fused else 'BMM'}", measure)
+
+
+def speedup(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:
+    """Table A.2: the speed of one form of the rotation in percent of another's."""
+    forms, k_rope = (key["form"], key["over"]), key.get("k_rope", 2)
+    sizes = rotation_sizes(small=not _on_gpu())
+    times = [_rotation(lab, size, key["precision"], k_rope) for size in sizes]
+    if not all(set(forms) <= one.keys() for one in times):
+        return None, ON_GPU.format("thesis/table_A.2")
+    # As printed: "compiled" is the change in percent, "fused" the ratio times 100.
+    less = 100 if key["form"] == "compiled" else 0
+    ratios = [100 * one[key["over"]] / one[key["form"]] - less for one in times]
+    number = {"average": statistics.fmean, "least": min, "most": max}[key["quantity"]](ratios)
+    return _single(number), f"{len(sizes)} sizes" + ("" if _on_gpu() else ", on a CPU")
+
+
+def _rotation(lab: Lab, size: tuple, precision: str, k_rope: int) -> dict[str, float]:
+    assert precision in PRECISIONS
+    name = f"rotation {'x'.join(map(str, size))}, {precision}, k_rope={k_rope}"
+    return _kept(lab, name, lambda: time_rotation(size, precision, k_rope=k_rope))
+
+
+def _single(number: float) -> Measured:
+    return {"mean": number, "interval": None, "seeds": [], "runs": []}
