@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import shlex
 import sys
@@ -44,7 +43,7 @@ from rope_jax.papers.lab import Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate
 from rope_jax.runs import run
-from rope_jax.system.compilation import keep_compiled
+from rope_jax.system.compilation import compile_quickly, keep_compiled
 from rope_jax.system.files import read_json, write_file
 from rope_jax.system.sharding import start_devices
 
@@ -103,9 +102,8 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             raise ConfigError(_DATA_OF_SCALES.format(lab.scale, text))
         _check_version(args.workdir)
     with exit_statuses(str(args.workdir), distributed=False):
-        if lab.scale == "smoke":  # half of the time to compile; speed does not matter
-            flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-            os.environ.setdefault("XLA_FLAGS", flags)
+        if lab.scale == "smoke":
+            compile_quickly()
         keep_compiled()
         start_devices()
         lab = unpack(lab)

@@ -64,8 +64,8 @@ ARTIFACTS = (
         "Ablations of CAT",
         run=_run,
         columns="quantity",
-        note="the paper does not say whether the learned mask comes with the imprint: here it does. "
-        "Its text describes a linear decay where the table says tanh",
+        note="whether the learned mask comes with the imprint is not printed: here it does; the "
+        "text describes a linear decay where the table says tanh",
         claims=[
             *above("", "imprint=none", by="options"),
             *above("imprint=backwards_tanh", "imprint=none", by="options"),

@@ -280,9 +280,7 @@ class Curves(Artifact):
         columns = min(3, len(ours))
         if lab.small_scale:  # of other images: in panels of their own
             printed = {f"{name}: published, ImageNet-1k": lines for name, lines in printed.items()}
-            ours = ours | dict.fromkeys(
-                filter(lambda name: any(printed[name].values()), printed), {}
-            )
+            ours |= {name: {} for name, lines in printed.items() if any(lines.values())}
         x, title = "test resolution of the paper (pixels)", f"{self.title}\n{lab_words(lab)}"
         words = {"title": title, "x": x, "y": self.label, "zero": self.zero}
         plots.curves_by_panel(ours, printed, path, columns=columns, **words)

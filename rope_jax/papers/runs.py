@@ -143,8 +143,8 @@ class StandIn:
         )
 
 
-def _plain(patch: int, more: str = "") -> tuple[str, str]:
-    tiny = f"patch_size={patch},width=64,depth=2,heads=1"
+def _plain(patch: int, more: str = "", depth: int = 2) -> tuple[str, str]:
+    tiny = f"patch_size={patch},width=64,depth={depth},heads=1"
     return f"{tiny}{more}", f"patch_size={patch},width=128,depth=4,heads=2{more}"
 
 
@@ -154,12 +154,13 @@ def _stages(more: str, small: str = "") -> tuple[str, str]:
     return tiny, f"width=64,depths=(2,2),heads=(2,4),{rest}{small}"
 
 
-_SIZES = ("width=64,depth=2,heads=1", "width=128,depth=4,heads=2")
+_SIZES = ("width=64,depth=1,heads=1", "width=128,depth=4,heads=2")
+_LAYERS = ("width=64,depth=2,heads=1", "width=128,depth=4,heads=2")
 _MLP = ",mlp_ratio=2.0,drop_path=0.0"
 # The first pattern of a model's name that matches.
 _STAND_INS = {
     # 64 channels a head, as k_rope=16 needs.
-    r"vit_s16.*|vit_b16|vit_l16": StandIn("vit", "vit_s16", *_plain(8, _MLP)),
+    r"vit_s16.*|vit_b16": StandIn("vit", "vit_s16", *_plain(8, _MLP, depth=1)),
     r"deit3_.*": StandIn("deit3", "deit3_ti16", *_plain(8, f"{_MLP},layer_scale=None")),
     r"deit_.*": StandIn("deit", "deit_ti16", *_plain(16, _MLP), side=64, tile=16),
     r"resformer_.*": StandIn("resformer", "resformer_ti16", *_plain(8, _MLP)),
@@ -175,15 +176,19 @@ _STAND_INS = {
     r"dinat_s_.*": StandIn("dinat_s", "dinat_s_tiny", *_stages("kernel_size=3,dilations=(2,1)")),
     r"nat_.*": StandIn("nat", "nat_mini", *_stages("kernel_size=3")),
     r"dinat_.*": StandIn("dinat", "dinat_mini", *_stages("kernel_size=3,dilations=(2,1)")),
-    r"t2t_.*": StandIn("t2t", "t2t_vit_7", *_SIZES, side=64, tile=16),
+    r"t2t_.*": StandIn(
+        "t2t", "t2t_vit_7", _SIZES[0].replace("depth=1", "depth=2"), _SIZES[1], side=64, tile=16
+    ),
     r"ceit_.*": StandIn("ceit", "ceit_t", *_SIZES, side=64, tile=16),
     r"vit_lite_.*": StandIn("vit_lite", "vit_lite_7_4", *_SIZES),
     r"cvt_.*": StandIn("cvt", "cvt_7_4", *_SIZES),
     r"cct_.*": StandIn("cct", "cct_7_3x1", *_SIZES),
-    r"cat_vit_.*": StandIn("cat_vit", "cat_vit_5", *_plain(8)),
-    r"cat_.*": StandIn("cat", "cat_5", *_plain(8)),
-    r"dinov2_.*": StandIn("dinov2", "dinov2_s14", *_plain(8, ",mlp_ratio=2.5,qkv_bias=False")),
-    r"beit_.*": StandIn("beit", "beit_b16", *_plain(8, ",mlp_ratio=1.0")),
+    r"cat_vit_.*": StandIn("cat_vit", "cat_vit_5", *_plain(8, depth=1)),
+    r"cat_.*": StandIn("cat", "cat_5", *_plain(8, depth=1)),
+    r"dinov2_.*": StandIn(
+        "dinov2", "dinov2_s14", *_plain(8, ",mlp_ratio=2.5,qkv_bias=False", depth=1)
+    ),
+    r"beit_.*": StandIn("beit", "beit_b16", *_plain(8, ",mlp_ratio=1.0", depth=1)),
     r"vit_adapter_.*": StandIn(
         "vit_adapter",
         "vit_adapter_ti16",
