@@ -48,17 +48,18 @@ def paragraph(text: str) -> str:
 
 
 def link_list(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """A table whose first cells are links: text -> (file, further cells)."""
+    """A table whose first cells are links: text -> (address, further cells)."""
     cells = [(text, *more) for text, (_, *more) in rows.items()]
     made = table(header, cells)
-    for text, (file, *_) in rows.items():
+    for text, (address, *_) in rows.items():
         escaped = html.escape(text)
-        link = f'<a href="{file}#{_anchor(text.partition(", ")[2])}">{escaped}</a>'
+        link = f'<a href="{address}">{escaped}</a>'
         made = made.replace(f"<div>{escaped}</div>", f"<div>{link}</div>", 1)
     return made
 
 
-def _anchor(heading: str) -> str:
+def anchor(heading: str) -> str:
+    """The id of a section, "table-4-1" of "Table 4.1: Accuracy"."""
     return re.sub(r"\W+", "-", heading.partition(": ")[0]).lower()
 
 
@@ -92,5 +93,5 @@ def to_html(title: str, sections: Mapping[str, Sequence[str]]) -> str:
     lines = []
     for heading, blocks in sections.items():
         if blocks:
-            lines += [f'<h2 id="{_anchor(heading)}">{html.escape(heading)}</h2>', *blocks]
+            lines += [f'<h2 id="{anchor(heading)}">{html.escape(heading)}</h2>', *blocks]
     return _PAGE.format(title=html.escape(title), style=_STYLE, body="\n".join(lines))

@@ -110,9 +110,12 @@ def lines(
         axes.set_yscale(yscale)
 
 
+Panels = Mapping[str, Mapping[str, Mapping[Any, Any]]]  # model -> scheme -> x -> y
+
+
 def curves_by_panel(
-    panels: Mapping[str, Mapping[str, Mapping[float, float]]],
-    printed: Mapping[str, Mapping[str, Mapping[float, float]]],
+    panels: Panels,
+    printed: Panels,
     path: pathlib.Path,
     *,
     title: str,
@@ -125,7 +128,7 @@ def curves_by_panel(
     """Draws a panel for each model with a line for each scheme, and published points dashed.
 
     Args:
-        panels: model -> scheme -> horizontal -> vertical.
+        panels: a model's lines, each a scheme's numbers by their place on the x axis.
         printed: the same of published numbers, drawn in the same colours.
         path: of the PNG file.
         title: of the picture.
@@ -159,7 +162,7 @@ def curves_by_panel(
         axes.figure.supylabel(y)
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[Sequence[float], Sequence[float]]:
+def _columns(points: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
     return tuple(zip(*points, strict=True)) or ((), ())
 
 

@@ -106,6 +106,7 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             compile_quickly()
         keep_compiled()
         start_devices()
+        args.workdir.mkdir(parents=True, exist_ok=True)
         lab = unpack(lab)
         end = time.monotonic() + 60 * (args.minutes or 1e9)
         for artifact in artifacts:
@@ -240,6 +241,5 @@ def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
     stored["artifacts"][name] = entry
     order = [a.id for paper in DECLARED for a in paper.artifacts if a.id in stored["artifacts"]]
     stored["artifacts"] = {name: stored["artifacts"][name] for name in order}
-    lab.workdir.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(stored, indent=1) + "\n")
     write_pages(stored, lab.workdir, DECLARED)

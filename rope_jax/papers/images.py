@@ -17,7 +17,6 @@ def unpack(lab: Lab) -> Lab:
         return lab
     pixels = lab.workdir / pathlib.Path(path).name
     if not pixels.exists():
-        pixels.parent.mkdir(parents=True, exist_ok=True)
         temporary = pixels.with_suffix(".part.npz")
         np.savez(temporary, **decode_packed(pathlib.Path(path)))
         temporary.rename(pixels)

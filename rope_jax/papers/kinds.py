@@ -122,7 +122,7 @@ class Table(Artifact):
         source = self.id if self.source is None else self.source
         return published(source) if source else ()
 
-    def keys(self, lab: Lab) -> dict[str, tuple[Key, float | None]]:
+    def keys(self, lab: Lab) -> dict[str, tuple[Key, Any]]:
         """The keys of its cells with their published numbers, by their text."""
         cells = [(dict(c.key), c.value) for c in self.printed]
         if lab.given is not None:
@@ -299,10 +299,13 @@ def lab_words(lab: Lab) -> str:
 def by_panel(cells: Sequence[Cell], name: str) -> dict[str, dict[str, dict[int, float]]]:
     """Model -> scheme -> side -> number of cells."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
+    models = {(c["key"]["model"], c["key"]["position"], c["key"].get("options")) for c in cells}
+    schemes = [(model, position) for model, position, _ in models]
     for cell in cells:
         key, number = cell["key"], cell[name]
         number = number["mean"] if isinstance(number, dict) else number
-        label = ", ".join(filter(None, (key["position"], key.get("options"))))
+        several = schemes.count((key["model"], key["position"])) > 1
+        label = ", ".join(filter(None, (key["position"], several and key.get("options"))))
         line = panels.setdefault(key["model"], {}).setdefault(label, {})
         if number is not None:
             line[key["resolution"][0]] = number

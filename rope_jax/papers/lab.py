@@ -22,7 +22,7 @@ from rope_jax.weights import list_weights
 from rope_jax.weights.released import ReleasedWeights
 
 Measured = dict[str, Any]  # mean, interval, seeds, runs
-_EPOCHS = {"classify": {"smoke": 1.0, "small": 20.0}, "segment": {"small": 20.0},
+_EPOCHS = {"classify": {"smoke": 0.5, "small": 20.0}, "segment": {"small": 20.0},
            "detect": {"small": 8.0}}  # fmt: skip
 _SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
 # Heads of the stand-ins in segmentation of scenes; the cells of a patch have 2 pixels.
@@ -144,7 +144,9 @@ class Lab:
             return [self._evaluation(run, folder)]
         if self.scale == "full":
             words = run.full_words(self.data, seed, str(self.folder))
-            words += self._resolutions(self.sizes.get(run.model, ()), 224, run)
+            sides = self.sizes.get(run.model, ())
+            if run.task == "classify" and len(sides) > 1:
+                words.append(self._resolutions(sides, 224))
         else:
             words = self._stand_in_words(run, seed)
         words += [f"--plugins={name}" for name in self.plugins]
@@ -156,15 +158,15 @@ class Lab:
             jobs.append(Job(tuple(evaluate), folder / "evaluations.json"))
         return jobs
 
-    def _resolutions(self, sides: Iterable[int], trained: int, run: Run) -> list[str]:
-        if run.task != "classify":
-            return []
-        others = [side for side in dict.fromkeys(sides) if side != trained]
-        return [f"--config.eval.resolutions={str(tuple(others)).replace(' ', '')}"]
+    def _resolutions(self, sides: Iterable[int], trained: int) -> str:
+        others = tuple(side for side in dict.fromkeys(sides) if side != trained)
+        return f"--config.eval.resolutions={str(others).replace(' ', '')}"
 
     def _stand_in(self, model: str) -> StandIn:
         small = stand_in(model)
-        return small.on_photographs() if self.scale == "small" and "images" in self.data else small
+        if self.scale == "smoke":  # fewer sizes to compile for
+            return dataclasses.replace(small, tile=2 * small.tile)
+        return small.on_photographs() if "images" in self.data else small
 
     def _stand_in_words(self, run: Run, seed: int) -> list[str]:
         small, task = self._stand_in(run.model), run.task
@@ -182,7 +184,7 @@ class Lab:
                 at for name, at in self.sizes.items() if stand_in(name) == stand_in(run.model)
             ]
             sides = {small.size(side, 224) for at in family for side in at}
-            words += self._resolutions(sorted(sides), small.side, run)
+            words.append(self._resolutions(sorted(sides), small.side))
         else:
             recipe = {"segment": "scenes", "detect": "scenes_boxes"}[task]
             before = self.stages(run)[-2]

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax.analysis.page import link_list, paragraph, picture, table, to_html
+from rope_jax.analysis.page import anchor, link_list, paragraph, picture, table, to_html
 from rope_jax.names.text import size_text
 
 Result = Mapping[str, Any]  # an artifact of results.json
@@ -21,11 +21,13 @@ def write_pages(results: Mapping[str, Any], folder: pathlib.Path, papers: Sequen
             result = results["artifacts"].get(artifact.id)
             if result is None:
                 continue
-            heading = f"{artifact.name.replace('_', ' ').capitalize()}: {artifact.title}"
+            heading = f"{artifact.name[0].upper()}{artifact.name[1:].replace('_', ' ')}"
+            heading += f": {artifact.title}"
             sections[heading] = artifact_blocks(result, results["scale"], folder)
             claims = [claim["verdict"] for claim in result["claims"]]
             counts = ", ".join(f"{claims.count(word)} {word}" for word in dict.fromkeys(claims))
-            links[f"{paper.title}, {heading}"] = (f"{paper.name}.html", progress(result), counts)
+            address = f"{paper.name}.html#{anchor(heading)}"
+            links[f"{paper.title}, {heading}"] = (address, progress(result), counts)
         if sections:
             sections |= {"Remarks": [paragraph(text) for text in paper.remarks()]}
             text = to_html(f"{paper.title}: reproduced at scale {results['scale']}", sections)

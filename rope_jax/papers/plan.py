@@ -6,13 +6,20 @@ import functools
 from flax import nnx
 
 from rope_jax.config import Config, load_recipe, read_settings, resolve
+from rope_jax.config.settings import DataConfig, ModelConfig
 from rope_jax.models.cost import cost
 from rope_jax.names.text import image_pair
 from rope_jax.papers.lab import Job
 from rope_jax.training.setup import create
 
 GPUS, PEAK = 8, 312e12  # A100s, and the multiplications and additions of each in a second
-TRAINING = {"folder": 1_281_167, "npz": 50_000, "coco": 118_287, "ade20k": 20_210}
+# Training images and classes, by source.
+SETS = {
+    "folder": (1_281_167, 1000),
+    "npz": (50_000, 10),
+    "coco": (118_287, 80),
+    "ade20k": (20_210, 150),
+}
 # Share of the peak that training reaches: an estimate, not measured.
 _SHARES = (("nat", 0.2), ("dinat", 0.2), ("swin", 0.2), ("ceit", 0.2), ("t2t", 0.2), ("", 0.4))
 _SECONDS = {"smoke": 8, "small": 100, "released": 600}  # of a run on two cores; measured, rounded
@@ -39,22 +46,18 @@ def estimate(job: Job, scale: str) -> Estimate:
     flags = dict(word.removeprefix("--").split("=", 1) for word in job.words[1:])
     settings = [f"--{k}={v}" for k, v in flags.items() if k.startswith("config.")]
     config = resolve(load_recipe(flags["config"], read_settings(settings)))
-    operations, parameters = _model_cost(config)
-    epochs = config.epochs * TRAINING[config.data.source]
-    images = config.steps * config.batch_size if config.steps else epochs
+    images, classes = SETS[config.data.source]
+    images = config.steps * config.batch_size if config.steps else config.epochs * images
+    operations, parameters = _cost(config.model, config.data, classes)
     share = next(share for name, share in _SHARES if config.model.name.startswith(name))
     hours = 6 * operations * images / (GPUS * PEAK * share) / 3600
     arrays = 5 if config.ema_decay else 4  # weights, gradients, two moments
     return Estimate(hours, 4 * arrays * parameters / 2**30)
 
 
-def _model_cost(config: Config) -> tuple[int, int]:
-    model = dataclasses.replace(config.model)
-    return _cost(dataclasses.replace(Config(), model=model, data=config.data))
-
-
 @functools.cache
-def _cost(config: Config) -> tuple[int, int]:
+def _cost(model: ModelConfig, data: DataConfig, classes: int) -> tuple[int, int]:
     """Multiply-adds for an image, and parameters."""
-    modules = cost(nnx.eval_shape(lambda: create(config)), image_pair(config.data.image_size))
+    config = Config(model=dataclasses.replace(model, num_classes=classes), data=data)
+    modules = cost(nnx.eval_shape(lambda: create(config)), image_pair(data.image_size))
     return sum(m.multiply_adds for m in modules), sum(m.parameters for m in modules)

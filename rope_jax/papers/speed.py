@@ -33,7 +33,6 @@ def _kept(lab: Lab, name: str, measure: Callable[[], Any]) -> Any:
     device = stored.setdefault(jax.devices()[0].device_kind, {})
     if name not in device:
         device[name] = measure()
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(stored, indent=1) + "\n")
     return device[name]
 
