@@ -21,11 +21,18 @@ gets results.json, a picture for each figure, and index.html. The scales:
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
+import multiprocessing
+import os
 import pathlib
 import shlex
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from concurrent import futures
 from typing import Annotated, Any
 
 import rope_jax
@@ -39,13 +46,16 @@ from rope_jax.names.options import Count, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import unpack
+from rope_jax.papers.kinds import Artifact
 from rope_jax.papers.lab import Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
+from rope_jax.system.cores import cores
 from rope_jax.system.files import read_json, write_file
 from rope_jax.system.sharding import start_devices
+from rope_jax_kernels import device
 
 SCALES = ("smoke", "small", "released", "full")
 _DATA_OF_SCALES = "--scale={} needs --data: {}"
@@ -102,24 +112,15 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             raise ConfigError(_DATA_OF_SCALES.format(lab.scale, text))
         _check_version(args.workdir)
     with exit_statuses(str(args.workdir), distributed=False):
-        if lab.scale == "smoke":
-            compile_quickly()
-        keep_compiled()
-        start_devices()
+        _start(lab.scale)
         args.workdir.mkdir(parents=True, exist_ok=True)
         lab = unpack(lab)
-        end = time.monotonic() + 60 * (args.minutes or 1e9)
+        minutes = args.minutes or math.inf
+        if not _train_missing(artifacts, lab, time.monotonic() + 60 * minutes):
+            print(f"stopped after {minutes:g} minutes: run the same command again to continue")
         for artifact in artifacts:
-            jobs = [job for job in lab.jobs(artifact.runs(lab)) if not job.done]
-            for number, job in enumerate(jobs, 1):
-                if time.monotonic() > end:
-                    break
-                print(f"[{artifact.id} {number}/{len(jobs)}] {_words(job)}", flush=True)
-                _run(job, lab)
+            print(artifact.id, flush=True)
             _add_result(artifact.id, result(artifact, lab, args.workdir), lab)
-            if time.monotonic() > end:
-                print(f"stopped after {args.minutes:g} minutes: run the same command again")
-                break
     results = read_json(args.workdir / "results.json")
     if args.json:
         print(json.dumps(results))
@@ -157,7 +158,7 @@ def _lab(args: argparse.Namespace) -> Lab:
     )
 
 
-def _only(artifacts: list[Any], lab: Lab) -> list[Any]:
+def _only(artifacts: list[Artifact], lab: Lab) -> list[Artifact]:
     """The artifacts that have a row or line of --only."""
     kept = [artifact for artifact in artifacts if artifact.runs(lab)]
     if not kept:
@@ -168,7 +169,7 @@ def _only(artifacts: list[Any], lab: Lab) -> list[Any]:
     return kept
 
 
-def _list(artifacts: list[Any], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """What there is: the runs of each scale, and the cells that are filled in the workdir."""
     path = lab.workdir / "results.json"
     stored = read_json(path)["artifacts"] if path.exists() else {}
@@ -183,7 +184,7 @@ def _list(artifacts: list[Any], lab: Lab) -> tuple[tuple[str, ...], list[tuple[s
     return ("id", "shows", "runs: smoke", "small", "full", "cells done"), rows
 
 
-def _print_plan(artifacts: list[Any], lab: Lab) -> None:
+def _print_plan(artifacts: list[Artifact], lab: Lab) -> None:
     """Prints the missing commands, one per line, each with what it costs."""
     jobs: dict[Job, None] = {}
     for artifact in artifacts:
@@ -212,7 +213,62 @@ def _check_version(workdir: pathlib.Path) -> None:
         )
 
 
-def _run(job: Job, lab: Lab) -> None:
+def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> bool:
+    """Runs the commands that are missing until a time; False if some are left.
+
+    At the scales smoke and small as many run at a time as a machine without a GPU has cores.
+    """
+    every = dict.fromkeys(job for a in artifacts for job in lab.jobs(a.runs(lab)))
+    jobs = sorted((job for job in every if not job.done), key=lambda job: job.stage)
+    count = min(cores(), len(jobs)) if lab.small_scale and not device.is_gpu() else 1
+    numbers = itertools.count(1)
+
+    def report(job: Job) -> None:
+        print(f"[{next(numbers)}/{len(jobs)}] {_words(job)}", flush=True)
+
+    if count < 2:
+        for job in jobs:
+            if time.monotonic() > end:
+                return False
+            report(job)
+            _run(job, lab.schemes)
+        return True
+    context = multiprocessing.get_context("spawn")
+    starts = (lab.scale, os.getpid())
+    with futures.ProcessPoolExecutor(count, context, _start_worker, starts) as pool:
+        try:
+            for _, stage in itertools.groupby(jobs, key=lambda job: job.stage):
+                running = {pool.submit(_run, job, lab.schemes): job for job in stage}
+                for future in futures.as_completed(running, max(0.0, end - time.monotonic())):
+                    future.result()
+                    report(running[future])
+        except TimeoutError:
+            return False
+        finally:  # those at hand end, or stop at a signal
+            pool.shutdown(cancel_futures=True)
+    return True
+
+
+def _start_worker(scale: str, parent: int) -> None:
+    """Prepares a process of the pool, which ends with its parent however that ends."""
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    _start(scale)
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)  # runs resume from their checkpoints
+
+
+def _start(scale: str) -> None:
+    if scale == "smoke":
+        compile_quickly()
+    keep_compiled()
+    start_devices()
+
+
+def _run(job: Job, schemes: Sequence[str]) -> None:
     """Runs a command in this process; what it prints goes to log.txt in its folder.
 
     A scheme of the user's that a model refuses leaves its cells empty.
@@ -226,7 +282,7 @@ def _run(job: Job, lab: Lab) -> None:
             try:
                 run.train(config, args.workdir)
             except ConfigError as error:
-                if config.model.position not in lab.schemes:
+                if config.model.position not in schemes:
                     raise
                 print(f"left out: {error}", file=sys.stderr)
 

@@ -35,10 +35,17 @@ _TINY_DINO = (
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command of `rope_jax`, and the file that it leaves at its end."""
+    """A command of `rope_jax`.
+
+    Attributes:
+        words: of the command, after rope_jax.
+        result: the file that it leaves at its end.
+        stage: it needs those with smaller numbers.
+    """
 
     words: tuple[str, ...]
     result: pathlib.Path
+    stage: float = 0
 
     @property
     def done(self) -> bool:
@@ -109,9 +116,10 @@ class Lab:
         jobs: dict[pathlib.Path, Job] = {}
         for run in runs:
             for seed in self.all_seeds:
-                for stage in self.stages(run):
+                for number, stage in enumerate(self.stages(run)):
                     for job in self._stage_jobs(stage, seed):
-                        jobs.setdefault(job.result, job)
+                        after = number + 0.5 * (job.words[0] == "evaluate")
+                        jobs.setdefault(job.result, dataclasses.replace(job, stage=after))
         return list(jobs.values())
 
     def stages(self, run: Run) -> list[Run]:
@@ -122,8 +130,10 @@ class Lab:
             return [run] if self.released(run) else []
         if self.scale == "full" or run.task == "classify":
             return run.stages if self.scale == "full" else [run]
-        stages = [run.stages[0], dataclasses.replace(run, recipe="upernet")]
-        return [*stages, run] if run.task == "detect" else stages
+        first = run.stages[0]
+        if run.task == "segment":
+            return [first, run]
+        return [first, dataclasses.replace(run, recipe="upernet"), run]  # as in `make detect`
 
     def run_folder(self, run: Run, seed: int | None) -> pathlib.Path:
         """The workdir of a run."""
@@ -141,7 +151,7 @@ class Lab:
     def _stage_jobs(self, run: Run, seed: int | None) -> list[Job]:
         folder = self.run_folder(run, seed)
         if self.scale == "released":
-            return [self._evaluation(run, folder)]
+            return self._evaluations(run, folder)
         if self.scale == "full":
             words = run.full_words(self.data, seed, str(self.folder))
             sides = self.sizes.get(run.model, ())
@@ -218,23 +228,30 @@ class Lab:
             "--config.optim.learning_rate=0.001",
         ]
 
-    def _evaluation(self, run: Run, folder: pathlib.Path) -> Job:
-        weights = self.released(run)
-        words = ["evaluate", f"--model={run.model}", f"--position={weights.position}"]
-        words += [f"--pretrained={weights.tag}", f"--dataset={run.data}"]
-        words += [f"--images={self.data[run.data]}", f"--out={folder / 'evaluations.json'}"]
-        if run.task == "classify":
-            sides = dict.fromkeys((weights.image_size or 224, *self.sizes.get(run.model, (224,))))
-            words.append(f"--resolutions={','.join(map(str, sides))}")
-            if run.model.startswith("swin") and len(sides) > 1:
-                words.append("--scale_windows")
-        if self.weights_dir:
-            words.append(f"--weights_dir={self.weights_dir}")
-        return Job(tuple(words), folder / "evaluations.json")
+    def _evaluations(self, run: Run, folder: pathlib.Path) -> list[Job]:
+        """The commands that evaluate the authors' weights: on each set that --data names."""
+        weights, jobs = self.released(run), []
+        for name in (run.data, *(_SETS if run.task == "classify" else ())):
+            if name not in self.data:
+                continue
+            out = folder / f"evaluations_{name}.json"
+            words = ["evaluate", f"--model={run.model}", f"--position={weights.position}"]
+            words += [f"--pretrained={weights.tag}", f"--dataset={_SETS.get(name, name)}"]
+            words += [f"--images={self.data[name]}", f"--out={out}"]
+            if name == "imagenet":
+                trained = weights.image_size or 224
+                sides = dict.fromkeys((trained, *self.sizes.get(run.model, ())))
+                words.append(f"--resolutions={','.join(map(str, sides))}")
+                if run.model.startswith("swin") and len(sides) > 1:
+                    words.append("--scale_windows")
+            if self.weights_dir:
+                words.append(f"--weights_dir={self.weights_dir}")
+            jobs.append(Job(tuple(words), out))
+        return jobs
 
     def released(self, run: Run) -> ReleasedWeights | None:
         """The authors' weights of a run; None if there are none, or no images for them."""
-        if run.data not in self.data or run.options:
+        if run.data.startswith("cifar") or run.data not in self.data or run.options:
             return None
         head = None if run.task == "classify" else run.recipe.partition(":")[0]
         for weights in list_weights(run.model):
@@ -258,7 +275,8 @@ class Lab:
         for number, seed in enumerate(self.all_seeds):
             folder = self.run_folder(run, seed)
             if self.scale == "released":
-                rows = read_evaluations(folder / "evaluations.json")
+                files = sorted(folder.glob("evaluations_*.json"))
+                rows = [row for file in files for row in read_evaluations(file)]
             elif (folder / "results.json").exists():
                 (result,) = read_runs(folder)
                 rows = [*result.rows, *result.others]

@@ -55,7 +55,8 @@ def _speed(lab: Lab, model: str, position: str, fused: bool) -> float:
     else:
         small = stand_in(model)
         options = {"batch": 16, "image_size": small.side, "dtype": "float32", "turns": 3}
-        name, options = small.model, options | model_overrides(small.small)
+        size = small.tiny if lab.scale == "smoke" else small.small
+        name, options = small.model, options | model_overrides(size)
     measure = lambda: images_per_second(name, position, fused=fused, **options)
     return _kept(lab, f"{name}, {position}, {'fused' if fused else 'BMM'}", measure)
 
