@@ -239,7 +239,8 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> bool:
         try:
             for _, stage in itertools.groupby(jobs, key=lambda job: job.stage):
                 running = {pool.submit(_run, job, lab.schemes): job for job in stage}
-                for future in futures.as_completed(running, max(0.0, end - time.monotonic())):
+                left = None if end == math.inf else max(0.0, end - time.monotonic())
+                for future in futures.as_completed(running, left):
                     future.result()
                     report(running[future])
         except TimeoutError:

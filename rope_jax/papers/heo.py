@@ -91,7 +91,6 @@ ARTIFACTS = (
         "Accuracy of ViT-S, B and L by resolution",
         lines=[vit(size, position) for size in "sbl" for position in (*VITS, *SUMS)],
         at=(144, 192, 224, 256, 320, 384, 448, 512),
-        source="heo/code",
         note="the paper draws ape, rope2d and rope_mixed; the sums with ape are in its code's "
         "results",
         claims=[
@@ -105,7 +104,6 @@ ARTIFACTS = (
         "Accuracy of Swin-T, S and B by resolution",
         lines=[swin(size, position) for size in "tsb" for position in SWINS],
         at=(160, 192, 224, 256, 320, 384),
-        source="heo/code",
         note="windows are scaled with the image (1/32 of it), but for the stand-ins, whose windows "
         "stay",
         claims=[
@@ -122,7 +120,6 @@ ARTIFACTS = (
             *(swin("b", position) for position in ("rpb", "rope_mixed", "rope_mixed+rpb")),
         ],
         at=(128, 160, 192, 224, 256, 320, 384, 512),
-        source="heo/code",
         claims=[
             *above("rope_mixed+ape", "rope_mixed", at=(128, 160, 192)),
             *above("rope_mixed", "rope_mixed+ape", at=(256, 320, 384, 512)),

@@ -22,7 +22,7 @@ from rope_jax.models.cost import cost
 from rope_jax.papers.claims import Claim, Verdict
 from rope_jax.papers.lab import Lab, Measured
 from rope_jax.papers.published import Cell as PublishedCell
-from rope_jax.papers.published import published
+from rope_jax.papers.published import find_published, published
 from rope_jax.papers.runs import Run
 from rope_jax.papers.speed import speedup, throughput
 from rope_jax.runs.loading import LoadedModel
@@ -83,7 +83,7 @@ class Artifact:
 
     def value(self, lab: Lab, run: Run, side: int) -> dict[int, float]:
         """The number of a run that claims are about, by seed."""
-        scores = lab.scores(run, side)
+        scores = lab.scores(run, side if run.task == "classify" else None)
         return {seed: lab.measured({seed: row})["mean"] for seed, row in scores.items()}
 
     def verdicts(self, lab: Lab) -> list[Verdict]:
@@ -126,7 +126,8 @@ class Table(Artifact):
         """The keys of its cells with their published numbers, by their text."""
         cells = [(dict(c.key), c.value) for c in self.printed]
         if lab.given is not None:
-            cells = _of_given(lab, cells)
+            is_given = lambda run: run is not None and lab.rows(run)
+            cells = [(key, value) for key, value in cells if is_given(self.run(key))]
         by_text = {json.dumps(key, sort_keys=True): (key, value) for key, value in cells}
         for key in [*self.more, *_with_schemes([key for key, _ in cells], lab.schemes)]:
             by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
@@ -161,7 +162,7 @@ class Table(Artifact):
             return speedup(lab, key)
         if quantity.startswith("operations"):
             return count_operations(key)
-        if run is None or not run.recipe:
+        if run is None or (not run.recipe and lab.scale != "released"):
             return None, key.get("missing", "no recipe trains it yet")
         if quantity == "train_top1":
             return lab.measured(lab.analyse(run, "train", train_accuracy)), ""
@@ -176,21 +177,13 @@ class Table(Artifact):
         return ", ".join(dict.fromkeys(c.key["quantity"] for c in self.printed))
 
 
-def _of_given(lab: Lab, cells: Sequence[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
-    """The cells of models that the user's runs have."""
-    models = {(r.config.model.name) for r in lab.given}
-    return [(key, value) for key, value in cells if key.get("model") in models]
-
-
 def _explain(lab: Lab, run: Run, side: int | None, dataset: str | None, ours: Any) -> str:
     """What a reader should know about a cell: what stands in, or why it is empty."""
     if dataset in ("imagenet_real", "imagenet_v2", "imagenet_a", "imagenet_r") and ours is None:
         name = dataset.removeprefix("imagenet_")
         return f"rope_jax evaluate WORKDIR --dataset={name} --images=FOLDER adds it"
     if ours is None:
-        return {"released": "no weights were published", "full": "not trained yet"}.get(
-            lab.scale, "not trained yet"
-        )
+        return "no weights were published" if lab.scale == "released" else "not trained yet"
     if lab.small_scale and lab.given is None and side is not None:
         return f"tested at {lab.test_size(run, side)} px"
     return ""
@@ -239,12 +232,11 @@ class Curves(Artifact):
         lines: the runs.
         at: test sides in pixels.
         source: table of published numbers, drawn dashed.
-        models: that it shows of them.
     """
 
     lines: Sequence[Run] = ()
     at: Sequence[int] = ()
-    source: str | None = None
+    source: str = "heo/code"
 
     quantity, label, zero = "top1", "top-1 accuracy (%)", False
 
@@ -258,21 +250,20 @@ class Curves(Artifact):
         return {run.model: set(self.at) for run in self.lines}
 
     def cells(self, lab: Lab) -> list[Cell]:
-        printed = {
-            (c.key["model"], c.key["position"], c.key["resolution"][0]): c.value
-            for c in (published(self.source) if self.source else ())
-        }
         made = []
         for run in self.runs(lab):
-            sides = self.at if lab.given is None else given_sides(lab, run)
-            for side in sides:
-                key = {"model": run.model, "position": run.position, "dataset": run.data}
-                key |= {"options": run.options} if run.options else {}
-                key |= {"resolution": [side, side], "quantity": self.quantity}
+            data = {"dataset": run.data if lab.given is None else given_dataset(lab)}
+            name = {"model": run.model, "position": run.position, "options": run.options}
+            for side in self.at if lab.given is None else given_sides(lab, run):
+                key = data | {"resolution": [side, side], "quantity": "top1"}
+                printed = find_published(**name, **key)
                 ours = lab.measured(lab.scores(run, side))
-                value = printed.get((run.model, run.position, side))
+                key = {k: v for k, v in name.items() if v} | key | {"quantity": self.quantity}
+                shown = [c.value for c in printed if lab.given or c.artifact == self.source]
                 note = _explain(lab, run, side, None, ours)
-                made.append({"key": key, "published": value, "ours": ours, "note": note})
+                made.append(
+                    {"key": key, "published": next(iter(shown), None), "ours": ours, "note": note}
+                )
         return made
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
@@ -436,6 +427,11 @@ def given_runs(lab: Lab) -> list[Run]:
     models = [result.config.model for result in lab.given]
     runs = [Run(m.name, m.position, "given", m.options) for m in models]
     return list(dict.fromkeys(runs))
+
+
+def given_dataset(lab: Lab) -> str:
+    """The images on which the user's runs were tested."""
+    return lab.given[0].rows[0]["dataset"]
 
 
 def given_sides(lab: Lab, run: Run) -> list[int]:

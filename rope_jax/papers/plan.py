@@ -12,6 +12,7 @@ from rope_jax.names.text import image_pair
 from rope_jax.papers.lab import Job
 from rope_jax.training.setup import create
 
+Size = tuple[int, int]
 GPUS, PEAK = 8, 312e12  # A100s, and the multiplications and additions of each in a second
 # Training images and classes, by source.
 SETS = {
@@ -48,7 +49,10 @@ def estimate(job: Job, scale: str) -> Estimate:
     config = resolve(load_recipe(flags["config"], read_settings(settings)))
     images, classes = SETS[config.data.source]
     images = config.steps * config.batch_size if config.steps else config.epochs * images
-    operations, parameters = _cost(config.model, config.data, classes)
+    created = image_pair(config.data.image_size)
+    size, *_ = [*config.data.canvas_sizes, created]
+    model = dataclasses.replace(config.model, position=None, num_classes=classes)
+    operations, parameters = _cost(model, created, size)  # the scheme adds next to nothing
     share = next(share for name, share in _SHARES if config.model.name.startswith(name))
     hours = 6 * operations * images / (GPUS * PEAK * share) / 3600
     arrays = 5 if config.ema_decay else 4  # weights, gradients, two moments
@@ -56,8 +60,8 @@ def estimate(job: Job, scale: str) -> Estimate:
 
 
 @functools.cache
-def _cost(model: ModelConfig, data: DataConfig, classes: int) -> tuple[int, int]:
-    """Multiply-adds for an image, and parameters."""
-    config = Config(model=dataclasses.replace(model, num_classes=classes), data=data)
-    modules = cost(nnx.eval_shape(lambda: create(config)), image_pair(data.image_size))
+def _cost(model: ModelConfig, created: Size, size: Size) -> tuple[int, int]:
+    """Multiply-adds for an image of a size, and parameters, of a model created for another."""
+    config = Config(model=model, data=DataConfig(image_size=created))
+    modules = cost(nnx.eval_shape(lambda: create(config)), size)
     return sum(m.multiply_adds for m in modules), sum(m.parameters for m in modules)
