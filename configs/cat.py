@@ -6,14 +6,8 @@ Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six ti
 multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6,
 cat_vit_5 9.
 
-Expected top-1 in percent (Cross-Axis Transformer, table 1), not trained here:
-
-    imagenet 224   cat_rope   sincos1d
-    cat_5          38.9       -
-    cat_vit_5      -          13.7
-
-On training images they are 64.1 and 18.4. Without the imprint of cat_5
-(`--config.model.options=imprint=none`): 38.3 and 63.8 (table 4).
+Published accuracies: `rope_jax reproduce cat/table_1`, and `cat/table_4`, whose rows are options of
+cat_5 (`--config.model.options=imprint=none`).
 
 Known deviations from the original:
 

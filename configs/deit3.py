@@ -15,13 +15,8 @@ original; `--config.accumulate=8` on 8). Hours: estimated, not measured, from si
 multiply-adds per image at 40 % of an A100's 312 TFLOP/s on each of 8 GPUs: s 4, b 11 and 0.8 to
 finetune, l 39 and 2.6.
 
-Expected top-1 in percent (Heo et al., arXiv 2403.13298, published results of the code), not trained
-here:
-
-    imagenet 224, 384   ape          rope2d       rope_mixed   rope2d+ape   rope_mixed+ape
-    deit3_s16           80.4, 79.4   80.9, 80.0   80.9, 81.8   80.7, 81.2   80.9, 81.7
-    deit3_b16           83.4, 82.8   83.6, 83.9   83.8, 84.4   83.7, 83.8   83.8, 84.3
-    deit3_l16           84.6, 84.2   84.7, 85.1   84.8, 85.6   84.7, 85.1   84.9, 85.5
+Published accuracies: `rope_jax reproduce heo/figure_4` (224 and 384 pixels), `heo/table_5` (S at
+nine test sizes).
 
 Known deviations from the original:
 

@@ -17,17 +17,7 @@ the multiply-adds of backbone, maps and head per image of 1344 x 1344 pixels, th
 20 % of an A100's 312 TFLOP/s on each of 8 GPUs: vit_b 6, vit_l 14, swin_t 2.3, swin_s 3, swin_b 4.
 Deformable attention's gathers, matching and loss add to that.
 
-Expected box AP in percent after 12 epochs (Heo et al., arXiv 2403.13298, tables 1 and 2), not
-trained here:
-
-    DINO-ViTDet   ape    rope2d   rope_mixed   rope2d+ape   rope_mixed+ape
-    deit3_b16     49.4   50.8     51.2         50.7         51.1
-    deit3_l16     51.1   52.2     52.9         52.5         52.8
-
-    DINO-Swin   rpb    rope2d(base=50)   rope_mixed   rope2d(base=50)+rpb   rope_mixed+rpb
-    swin_t      51.3   51.6              51.8         51.7                  51.6
-    swin_s      53.0   53.1              53.3         53.5                  53.6
-    swin_b      54.2   54.4              54.5         54.7                  54.5
+Published box AP: `rope_jax reproduce heo/table_1` (ViTDet), `heo/table_2` (Swin).
 
 With `rpb`, swin_t and swin_s have the AP of detrex's own models, which start from ImageNet-1k.
 detrex's DINO-ViTDet, with weights of MAE and decomposed relative positions, reaches 50.2 (B) and

@@ -8,25 +8,7 @@ six times the model's multiply-adds per image at 40 % of an A100's 312 TFLOP/s f
 that for the others: deit_ti16 1, deit_s16 3, deit_b16 11, t2t_vit_7 2, ceit_t 2, ceit_s 6,
 swin_t 6, swin_s 11.
 
-Expected top-1 in percent (Yu et al., arXiv 2212.05262, main text), not trained here:
-
-    imagenet 224   ape     lape(ape)
-    deit_ti16      71.54   73.11
-    deit_s16       80.00   80.54
-    deit_b16       81.64   81.97
-    ceit_t         76.52   76.87
-    ceit_s         81.88   82.12
-
-    imagenet 224   sincos1d   lape(sincos1d)   rpb(std=0,decay=True)
-    deit_ti16      67.70      72.52            72.82
-    t2t_vit_7      71.69      71.92            -
-
-    imagenet 224   sincos2d(order=lape)   lape(sincos2d(order=lape))
-    deit_ti16      71.46                  72.68
-
-    imagenet 224   rpb     ape     lape(ape)   lape(ape)+rpb
-    swin_t         81.12   80.92   81.25       81.49
-    swin_s         83.17   82.81   83.26       83.39
+Published accuracies: `rope_jax reproduce lape/table_I`.
 
 Known deviations from the original:
 

@@ -12,11 +12,7 @@ Hardware: 8 GPUs of the A100 class. Hours: estimated, not measured, from six tim
 of backbone and head per image at 20 % of an A100's 312 TFLOP/s on each of 8 GPUs: swin_s 0.8,
 swin_b 1.1. Deformable attention, matching and the loss at sampled points add to that.
 
-Expected mIoU in percent (Heo et al., arXiv 2403.13298, table 4), not trained here:
-
-    mIoU     rpb    rope2d(base=50)   rope_mixed   rope2d(base=50)+rpb   rope_mixed+rpb
-    swin_s   50.2   50.4              51.1         51.2                  50.9
-    swin_b   51.5   52.0              52.0         50.0                  51.4
+Published mIoU: `rope_jax reproduce heo/table_4`.
 
 Mask2Former's own models reach 51.3 (Swin-S) and 52.4 (Swin-B, pre-trained at 384 pixels, with crops
 of 640).

@@ -12,8 +12,9 @@ Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six ti
 multiply-adds per image at 40 % of an A100's 312 TFLOP/s: deit_ti16 0.2, deit_s16 0.7, deit_b16 2;
 with few CPU cores the decoding takes longer.
 
-Expected mIoU in percent: LaPE's abstract reports a gain of 1.37 over ape (deit_ti16), and its
-supplement no other number. Segmenter's own code starts from other weights, of AugReg.
+Published: LaPE's abstract reports a gain of 1.37 mIoU over ape (deit_ti16), and its supplement
+settings only: `rope_jax reproduce lape/table_III`. Segmenter's own code starts from other weights,
+of AugReg.
 
 Known deviations from the original:
 

@@ -7,13 +7,7 @@ Hardware: 8 GPUs of the A100 class, 128 images each. Hours: estimated, not measu
 the model's multiply-adds per image at 20 % of an A100's 312 TFLOP/s: swin_t 6, swin_s 11,
 swin_b 20.
 
-Expected top-1 in percent (Heo et al., arXiv 2403.13298, published results of the code), not trained
-here:
-
-    imagenet 224, 384   rpb          rope2d(base=50)   rope_mixed
-    swin_t              81.2, 78.9   81.3, 79.2        81.4, 79.5
-    swin_s              82.9, 81.0   83.1, 80.9        83.0, 81.4
-    swin_b              83.3, 81.2   83.6, 81.8        83.7, 82.1
+Published accuracies: `rope_jax reproduce heo/figure_5`.
 
 Known deviations from the original:
 

@@ -15,18 +15,10 @@ Hardware: 8 GPUs of the A100 class. Hours: estimated, not measured, from six tim
 multiply-adds per image at 40 % of an A100's 312 TFLOP/s on each of 8 GPUs: b 2.5, l 5,
 adapter_ti and adapter_s 0.6.
 
-Expected mIoU in percent (Heo et al., arXiv 2403.13298, table 3), not trained here:
+Published mIoU: `rope_jax reproduce heo/table_3`.
 
-    single-scale   ape    rope2d   rope_mixed   rope2d+ape   rope_mixed+ape
-    deit3_b16      47.7   49.0     49.6         49.5         50.0
-    deit3_l16      50.8   51.8     51.5         51.6         52.0
-
-    multi-scale    ape    rope2d   rope_mixed   rope2d+ape   rope_mixed+ape
-    deit3_b16      48.4   49.9     50.7         50.5         50.9
-    deit3_l16      51.6   52.6     52.3         52.4         52.6
-
-LaPE's supplement (arXiv 2212.05262, table III) reports gains with ViT-Adapter, but no numbers to
-compare with.
+LaPE's supplement reports gains with ViT-Adapter, but no numbers to compare with:
+`rope_jax reproduce lape/table_III`.
 
 Known deviations from the original:
 

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from benchmarks._runner import Result
+from docs.paper_tables import papers
 from docs.results import ROOT, newest, origin, read_results
 from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
@@ -104,6 +105,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "schemes": markdown,
     "scheme_options": scheme_options,
     "recipe": recipe,
+    "papers": papers,
     "costs": costs,
     "commands": commands,
 }

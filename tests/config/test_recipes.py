@@ -36,7 +36,7 @@ def resolve_recipe(name, arguments="", **changes):
 
 
 # Settings of the papers and the official code, by recipe and arguments; those that tables of the
-# papers print are compared in tests/analysis, too.
+# papers print are compared in tests/papers, too.
 VALUES = json.loads(pathlib.Path(__file__).with_name("values.json").read_text())
 
 

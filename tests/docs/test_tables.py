@@ -6,7 +6,9 @@ import re
 import pytest
 
 from docs import make_tables as tables
+from docs import paper_tables
 from docs.results import ROOT, newest, read_results
+from rope_jax.papers import PAPERS
 
 ORIGIN = {
     "benchmark": "speed",
@@ -60,14 +62,24 @@ def test_the_command_writes_only_changed_files(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "written: README.md\n"
 
 
-def test_recipes_with_published_accuracies_have_sections():
-    published = {
+def test_the_page_has_all_papers_and_their_recipes():
+    recipes = {
         path.stem
         for path in ROOT.glob("configs/*.py")
-        if "Expected top-1" in (ast.get_docstring(ast.parse(path.read_text())) or "")
+        if "rope_jax reproduce" in (ast.get_docstring(ast.parse(path.read_text())) or "")
     }
     page = (ROOT / "docs/papers.md").read_text()
-    assert set(re.findall(r"<!-- table: recipe name=(\w+) -->", page)) == published
+    assert set(re.findall(r"<!-- table: recipe name=(\w+) -->", page)) == recipes
+    assert re.findall(r"<!-- table: papers name=(\w+) -->", page) == [*PAPERS]
+
+
+def test_the_tables_of_papers_have_a_row_for_each_artifact():
+    (header, _, *rows) = paper_tables.papers("heo").splitlines()
+    assert header == "| id | shows | runs: small | full | published | claims |"
+    figure = next(row for row in rows if "`heo/figure_4`" in row)
+    # Five schemes of one stand-in with three seeds; S in one stage, B and L in two.
+    assert "| 15 | 25 | 30 | rope2d above ape, at 256, 320, 384, 448, 512 px (3 models)" in figure
+    assert rows[-1].split(" | ")[-2] == "139"
 
 
 def test_every_tested_claim_is_in_one_section():
