@@ -18,6 +18,7 @@ ALIASES = {
     "PATH": "IMAGES",
     "DIR": "IMAGES",
     "ADEChallengeData2016": "ADE20K",
+    "IMAGENET": "FOLDER",
     "val": "FOLDER/val",
     "ILSVRC2012_val": "FOLDER/val",
     "imagenet-a": "FOLDER/val",

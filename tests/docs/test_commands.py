@@ -3,8 +3,8 @@
 The texts are the Markdown pages, that of the notebooks, and the docstrings of modules. A command
 begins with `rope_jax`, `python -m rope_jax...`, `python -m benchmarks`, `python -m experiments` or
 `make`, at the start of a line of code (behind variables, `srun` or `mpirun`), or is the whole of an
-inline code. It continues after a backslash and ends before a comment. Inline code may leave out
-what the command requires.
+inline code. It continues after a backslash and ends before a comment or two spaces. Inline code may
+leave out what the command requires.
 
 The command's own parser and checks run, up to its computation; a recipe is resolved and prepared.
 Its images are in `stand_ins`, and models, runs and weights are shapes.
@@ -39,6 +39,7 @@ from rope_jax.commands import (
     models,
     positions,
     report,
+    reproduce,
     tune,
     verify,
     weights,
@@ -50,6 +51,7 @@ from rope_jax.commands import train as training
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import evaluation as one_evaluation
 from rope_jax.names import plugins
+from rope_jax.papers import plan
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import loading, restore
 from rope_jax.tasks import evaluator, segmentation
@@ -71,8 +73,7 @@ FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^(?: {4,}\S.*\n?)+", re.MULTILINE)
 # Commands with these placeholders are forms.
 FORMS = {
-    " NAME": "any benchmark or experiment",
-    " ID": "any table or figure of a paper",
+    " NAME": "any benchmark, experiment or paper",
     ".MODULE": "any module with a command",
     "...": "left out, or repeated",
 }
@@ -97,7 +98,7 @@ def commands(text):
     text = FENCE.sub("", text)
     lines = re.sub(r"\\\n *", "", "\n".join(blocks + INDENTED.findall(text))).splitlines()
     for line in lines:
-        if match := COMMAND.fullmatch(line.partition(" #")[0].strip()):
+        if match := COMMAND.fullmatch(re.split(" #|  ", line.strip())[0].strip()):
             yield match[1], False
     for code in re.findall(r"`([^`]+)`", INDENTED.sub("", text)):
         if match := COMMAND.fullmatch(" ".join(code.split())):
@@ -358,6 +359,8 @@ def run(folder, monkeypatch, capsys):
         (analysis, "analyse_model", compute),
         (report, "read_runs", lambda workdir: training_words(str(workdir), page) and []),
         (report, "print_report", compute),
+        (reproduce, "read_runs", lambda _: []),
+        (reproduce, "estimate", lambda *_: plan.Estimate(0.0)),
         (export_model, "export", lambda model, _, **asked: model.check_size(asked["resolution"])),
         *((module, name, compute) for module, name in COMPUTATIONS),
     ):
@@ -389,6 +392,11 @@ def train(words):
 def compare_schemes(words):
     first, *_ = compare.plan(compare._parse(words)).values()  # which creates the models of all
     prepare_run(first)
+
+
+def plan_papers(words):
+    """Plans the runs of a table or figure; a plan prints the words of all."""
+    reproduce.main([*words, "--plan"])
 
 
 def prepare_images(words):
@@ -425,6 +433,7 @@ RUNNERS = {
     "analyse": analysis.main,
     "compare": compare_schemes,
     "report": report.main,
+    "reproduce": plan_papers,
     "export": export_model.main,
     "tune": tune.main,
     "data verify": verify.main,
