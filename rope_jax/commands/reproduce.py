@@ -121,7 +121,8 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
         for artifact in artifacts:
             print(artifact.id, flush=True)
             _add_result(artifact.id, result(artifact, lab, args.workdir), lab)
-    results = read_json(args.workdir / "results.json")
+        results = read_json(args.workdir / "results.json")
+        write_pages(results, args.workdir, DECLARED)
     if args.json:
         print(json.dumps(results))
     print(f"results: {args.workdir / 'results.json'}\npages: {args.workdir / 'index.html'}")
@@ -289,7 +290,7 @@ def _run(job: Job, schemes: Sequence[str]) -> None:
 
 
 def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
-    """Adds an artifact to results.json, and writes the pages again."""
+    """Adds an artifact to results.json."""
     path, scale = lab.workdir / "results.json", "runs" if lab.given else lab.scale
     head = {"scale": scale, "data": dict(lab.data), "version": rope_jax.__version__}
     stored = read_json(path) if path.exists() else {}
@@ -299,4 +300,3 @@ def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
     order = [a.id for paper in DECLARED for a in paper.artifacts if a.id in stored["artifacts"]]
     stored["artifacts"] = {name: stored["artifacts"][name] for name in order}
     write_file(path, json.dumps(stored, indent=1) + "\n")
-    write_pages(stored, lab.workdir, DECLARED)

@@ -62,7 +62,7 @@ _DENSE_SWIN = [*above("rope_mixed", "rpb"), *above("rope2d(base=50)", "rpb")]
 ARTIFACTS = (
     Maps(
         "figure_1",
-        "A point reconstructed from the frequencies of Axial and Mixed",
+        "A point reconstructed by Axial and Mixed",
         lines=[vit("b", "rope2d"), vit("b", "rope_mixed")],
         maps=fourier_maps,
         label="relative to the point",

@@ -1,6 +1,7 @@
 """The papers' runs at a scale: their commands, their results, and what is measured on them."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -278,8 +279,7 @@ class Lab:
                 files = sorted(folder.glob("evaluations_*.json"))
                 rows = [row for file in files for row in read_evaluations(file)]
             elif (folder / "results.json").exists():
-                (result,) = read_runs(folder)
-                rows = [*result.rows, *result.others]
+                rows = _rows_of(folder, *(_changed(folder / name) for name in _RESULTS))
             else:
                 rows = []
             if rows:
@@ -365,6 +365,20 @@ class Lab:
         if self.scale != "released" or self.given is not None:
             return load_run(str(self._folder_of(run, seed)))
         return load_published(self.released(run), self.weights_dir)
+
+
+_RESULTS = ("results.json", "evaluations.json")
+
+
+def _changed(path: pathlib.Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_of(folder: pathlib.Path, *changed: int) -> list[Row]:
+    """The rows of a run's files, which are read again only after they have changed."""
+    (result,) = read_runs(folder)
+    return [*result.rows, *result.others]
 
 
 def _same_model(run: Run, model: ModelConfig) -> bool:

@@ -179,10 +179,10 @@ _STAND_INS = {
     r"t2t_.*": StandIn(
         "t2t", "t2t_vit_7", _SIZES[0].replace("depth=1", "depth=2"), _SIZES[1], side=64, tile=16
     ),
-    r"ceit_.*": StandIn("ceit", "ceit_t", *_SIZES, side=64, tile=16),
-    r"vit_lite_.*": StandIn("vit_lite", "vit_lite_7_4", *_SIZES),
-    r"cvt_.*": StandIn("cvt", "cvt_7_4", *_SIZES),
-    r"cct_.*": StandIn("cct", "cct_7_3x1", *_SIZES),
+    r"ceit_.*": StandIn("ceit", "ceit_t", *_SIZES, tile=16),
+    r"vit_lite_.*": StandIn("vit_lite", "vit_lite_7_4", *_SIZES, side=16),
+    r"cvt_.*": StandIn("cvt", "cvt_7_4", *_SIZES, side=16),
+    r"cct_.*": StandIn("cct", "cct_7_3x1", *_SIZES, side=16),
     r"cat_vit_.*": StandIn("cat_vit", "cat_vit_5", *_plain(8, depth=1)),
     r"cat_.*": StandIn("cat", "cat_5", *_plain(8, depth=1)),
     r"dinov2_.*": StandIn(
@@ -192,7 +192,7 @@ _STAND_INS = {
     r"vit_adapter_.*": StandIn(
         "vit_adapter",
         "vit_adapter_ti16",
-        "width=64,depth=2,heads=1,mlp_ratio=2.0,groups=(1,),added=last,deform_heads=1",
+        "width=64,depth=2,heads=1,mlp_ratio=2.0,groups=(1,),added=last,deform_heads=1,prior_width=16",
         "width=128,depth=4,heads=2,mlp_ratio=2.0,groups=(0,1,2,3),deform_heads=2",
         side=64,
         tile=16,
