@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from benchmarks._runner import Result
-from docs.paper_tables import papers
+from docs.paper_tables import late_claims, papers
 from docs.results import ROOT, newest, origin, read_results
 from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
@@ -106,6 +106,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "scheme_options": scheme_options,
     "recipe": recipe,
     "papers": papers,
+    "late_claims": late_claims,
     "costs": costs,
     "commands": commands,
 }

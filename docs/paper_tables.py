@@ -1,13 +1,18 @@
 """The tables and figures of a paper, for `docs/papers.md`; see `docs.make_tables`."""
 
+import dataclasses
+import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from docs.results import ROOT
 from rope_jax.names.text import markdown_table
 from rope_jax.papers import published
+from rope_jax.papers.claims import Claim
 from rope_jax.papers.declared import DECLARED
 from rope_jax.papers.kinds import Artifact, Curves, Settings, Table
 from rope_jax.papers.lab import Lab
+from rope_jax.papers.runs import Run
 
 LABS = [Lab(scale, pathlib.Path("runs/papers")) for scale in ("small", "full")]
 HEADER = ["id", "shows", "runs: small", "full", "published", "claims"]
@@ -56,3 +61,44 @@ def _claims(artifact: Artifact) -> Iterator[str]:
         models = [run for run, _ in claim.pairs(runs)]
         words = claim.words(models[0]).replace(f", {models[0].model}", "")
         yield f"{words} ({len(models)} models)" if len(models) > 1 else words
+
+
+EVIDENCE = "experiments/results/evidence_fashion_cpu.json"
+# Claims of the thesis that were judged on these runs after they had been made; sides of the papers,
+# of which these runs have 28 / 224.
+LATE = (
+    Claim("axial_rope", "rope2d", at=(256, 320, 384)),
+    Claim("axial_rope(k_rope=8)", "rope2d", at=(256, 320, 384)),
+    Claim("axial_rope(k_rope=8)", "axial_rope", at=(128, 160, 192, 256, 320, 384)),
+)
+
+
+def late_claims() -> str:
+    """Verdicts on claims about runs that were made before, by size."""
+    results = json.loads((ROOT / EVIDENCE).read_text())["runs"]
+    runs: dict[Run, list] = {}
+    for result in results:
+        position = (result["position"] or "").replace("(k_rope=2)", "")  # the default
+        runs.setdefault(Run(result["backbone"], position), []).append(result)
+
+    def value(run: Run, side: int) -> dict[int, float]:
+        size = [side * 28 // 224] * 2
+        return {
+            result["seed"]: 100 * row["top1"]
+            for result in runs[run]
+            for row in result["eval"]
+            if row["resolution"] == size
+        }
+
+    sides, rows = LATE[-1].at, []
+    for claim in LATE:
+        cells = dict.fromkeys(sides, "")
+        for side in claim.at:
+            one = dataclasses.replace(claim, at=(side,), models=("vit",))
+            (verdict,) = one.judge(list(runs), value, after_the_fact=True)
+            low, high = verdict["interval"]
+            cells[side] = (
+                f"{verdict['difference']:+.1f} ± {(high - low) / 2:.1f}, {verdict['verdict']}"
+            )
+        rows.append([f"`{claim.better}` above `{claim.worse}`", *cells.values()])
+    return markdown_table(["claim", *(f"{side * 28 // 224} px" for side in sides)], rows)
