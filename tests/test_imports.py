@@ -70,7 +70,7 @@ FLOORS = {
     "rope_jax.evaluate": ("training", f"{ARRAYS} flax PIL matplotlib"),
     "rope_jax.runs": ("evaluate", f"{ARRAYS} flax"),
     "rope_jax.analysis": ("runs", f"{ARRAYS} flax matplotlib scipy.special"),
-    "rope_jax.papers": ("analysis", ""),
+    "rope_jax.papers": ("analysis", f"{ARRAYS} flax"),
     "rope_jax.commands": ("papers", f"{ARRAYS} flax"),
     "rope_jax": ("commands", ""),  # the public names, and `python -m` of the commands
     "configs": ("config", "ml_collections"),

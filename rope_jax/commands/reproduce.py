@@ -21,6 +21,7 @@ gets results.json, a picture for each figure, and index.html. The scales:
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import math
@@ -31,33 +32,36 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent import futures
 from typing import Annotated, Any
 
-import rope_jax
 from rope_jax.analysis.runs import read_runs
 from rope_jax.commands import evaluate, train
 from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.commands.exits import exit_at_once, exit_statuses
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.names.notation import items
 from rope_jax.names.options import Count, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import unpack
-from rope_jax.papers.kinds import Artifact
+from rope_jax.papers.kinds import Artifact, Table, key_names
+from rope_jax.papers.lab import SETS as SETS_OF_IMAGENET
 from rope_jax.papers.lab import Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
 from rope_jax.system.cores import cores
-from rope_jax.system.files import read_json, write_file
+from rope_jax.system.files import SaveFailed, read_json, write_file
 from rope_jax.system.sharding import start_devices
+from rope_jax.training.checkpoint import NonFinite
 from rope_jax_kernels import device
 
 SCALES = ("smoke", "small", "released", "full")
+SETS = ("images", "imagenet", *SETS_OF_IMAGENET, "coco", "ade20k", "cifar10", "cifar100")
+VERSION = importlib.metadata.version("rope_jax")
+_LATE = "the time of --minutes is over"
 _DATA_OF_SCALES = "--scale={} needs --data: {}"
 
 
@@ -78,7 +82,7 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
     add = parser.add_argument
     add("ids", nargs="*", help="tables and figures; none: list them")
     add("--scale", choices=SCALES, default="small", help="default: small")
-    add("--data", help="images: PATH, or imagenet=PATH,coco=PATH,ade20k=PATH,cifar10=PATH")
+    add("--data", help=f"images: PATH, or NAME=PATH,NAME=PATH of {', '.join(SETS[1:])}")
     add("--only", help="rows with these models or schemes alone, separated by commas")
     add("--schemes", help="your own schemes, one more row or line each")
     seeds = "runs of each model; default: 3 at scale small, otherwise 1"
@@ -116,22 +120,26 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
         args.workdir.mkdir(parents=True, exist_ok=True)
         lab = unpack(lab)
         minutes = args.minutes or math.inf
-        if not _train_missing(artifacts, lab, time.monotonic() + 60 * minutes):
-            print(f"stopped after {minutes:g} minutes: run the same command again to continue")
+        failed = _train_missing(artifacts, lab, time.monotonic() + 60 * minutes)
         for artifact in artifacts:
             print(artifact.id, flush=True)
             _add_result(artifact.id, result(artifact, lab, args.workdir), lab)
         results = read_json(args.workdir / "results.json")
         write_pages(results, args.workdir, DECLARED)
-    if args.json:
-        print(json.dumps(results))
-    print(f"results: {args.workdir / 'results.json'}\npages: {args.workdir / 'index.html'}")
+        if args.json:
+            print(json.dumps(results))
+        print(f"results: {args.workdir / 'results.json'}\npages: {args.workdir / 'index.html'}")
+    if failed:
+        print(f"not complete: {failed[-1]}; run the same command again to continue")
+        sys.exit(0 if failed == [_LATE] else 1)
 
 
 def _lab(args: argparse.Namespace) -> Lab:
     data: dict[str, str] = {}
     for word in items(args.data) if args.data else []:
         name, equals, path = word.partition("=")
+        if equals and name not in SETS:
+            raise ConfigError(f"--data={word}: {name} is not a set; {closest(name, SETS)}")
         default = "images" if args.scale in ("smoke", "small") else "imagenet"
         data |= {name: path} if equals else {default: word}
     missing = [path for path in data.values() if not pathlib.Path(path).exists()]
@@ -161,13 +169,15 @@ def _lab(args: argparse.Namespace) -> Lab:
 
 def _only(artifacts: list[Artifact], lab: Lab) -> list[Artifact]:
     """The artifacts that have a row or line of --only."""
-    kept = [artifact for artifact in artifacts if artifact.runs(lab)]
-    if not kept:
-        every = dataclasses.replace(lab, only=())
-        names = {name for a in artifacts for run in a.runs(every) for name in run.names}
-        hint = closest(lab.only[0], sorted(names))
-        raise ConfigError(f"--only={','.join(lab.only)} matches no row; {hint}")
-    return kept
+    every, names = dataclasses.replace(lab, only=()), set()
+    for artifact in artifacts:
+        names |= {name for run in artifact.runs(every) for name in run.names}
+        keys = artifact.keys(every).values() if isinstance(artifact, Table) else ()
+        names |= {name for key, _ in keys for name in key_names(key)}
+    for name in lab.only:
+        if name not in names:
+            raise ConfigError(f"--only={name} matches no row; {closest(name, sorted(names))}")
+    return [artifact for artifact in artifacts if artifact.wanted(lab)]
 
 
 def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -194,11 +204,8 @@ def _print_plan(artifacts: list[Artifact], lab: Lab) -> None:
     for job in jobs:
         cost = estimate(job, lab.scale)
         total += cost.hours
-        print(f"{_words(job)}  # {cost}")
-    print(
-        f"# {len(jobs)} commands, {total:,.1f} hours; a command follows those above it that it "
-        "starts from"
-    )
+        print(f"{_words(job)}  # stage {math.ceil(job.stage) + 1}, {cost}")
+    print(f"# {len(jobs)} commands, {total:,.1f} hours; those of a stage need the stages before it")
 
 
 def _words(job: Job) -> str:
@@ -207,48 +214,50 @@ def _words(job: Job) -> str:
 
 def _check_version(workdir: pathlib.Path) -> None:
     path = workdir / "results.json"
-    if path.exists() and (version := read_json(path).get("version")) != rope_jax.__version__:
+    if path.exists() and (version := read_json(path).get("version")) != VERSION:
         raise ConfigError(
             f"--workdir={workdir} holds results of rope_jax {version}, and this is "
-            f"{rope_jax.__version__}: use another folder"
+            f"{VERSION}: use another folder"
         )
 
 
-def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> bool:
-    """Runs the commands that are missing until a time; False if some are left.
+def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]:
+    """Runs the commands that are missing until a time, and returns what is left to do.
 
-    At the scales smoke and small as many run at a time as a machine without a GPU has cores.
+    At the scales smoke and small as many run at a time as a machine without a GPU has cores. A run
+    that fails leaves its cells empty; the others go on.
     """
     every = dict.fromkeys(job for a in artifacts for job in lab.jobs(a.runs(lab)))
     jobs = sorted((job for job in every if not job.done), key=lambda job: job.stage)
     count = min(cores(), len(jobs)) if lab.small_scale and not device.is_gpu() else 1
-    numbers = itertools.count(1)
+    numbers, failed = itertools.count(1), []
 
-    def report(job: Job) -> None:
+    def report(job: Job, problem: str | None) -> None:
         print(f"[{next(numbers)}/{len(jobs)}] {_words(job)}", flush=True)
+        if problem is not None:
+            failed.append(f"{_words(job)}: {problem}")
+            print(f"failed: {problem}", file=sys.stderr, flush=True)
 
     if count < 2:
         for job in jobs:
             if time.monotonic() > end:
-                return False
-            report(job)
-            _run(job, lab.schemes)
-        return True
+                return [*failed, _LATE]
+            report(job, _run(job))
+        return failed
     context = multiprocessing.get_context("spawn")
     starts = (lab.scale, os.getpid())
     with futures.ProcessPoolExecutor(count, context, _start_worker, starts) as pool:
         try:
             for _, stage in itertools.groupby(jobs, key=lambda job: job.stage):
-                running = {pool.submit(_run, job, lab.schemes): job for job in stage}
+                running = {pool.submit(_run, job): job for job in stage}
                 left = None if end == math.inf else max(0.0, end - time.monotonic())
                 for future in futures.as_completed(running, left):
-                    future.result()
-                    report(running[future])
+                    report(running[future], future.result())
         except TimeoutError:
-            return False
+            failed.append(_LATE)
         finally:  # those at hand end, or stop at a signal
             pool.shutdown(cancel_futures=True)
-    return True
+    return failed
 
 
 def _start_worker(scale: str, parent: int) -> None:
@@ -270,32 +279,38 @@ def _start(scale: str) -> None:
     start_devices()
 
 
-def _run(job: Job, schemes: Sequence[str]) -> None:
-    """Runs a command in this process; what it prints goes to log.txt in its folder.
+def _run(job: Job) -> str | None:
+    """Runs a command in this process, and returns why it failed.
 
-    A scheme of the user's that a model refuses leaves its cells empty.
+    What it prints goes to log.txt in its folder.
     """
     job.result.parent.mkdir(parents=True, exist_ok=True)
     with open(job.result.parent / "log.txt", "a") as log, contextlib.redirect_stdout(log):
-        if job.words[0] == "evaluate":
-            evaluate.main(list(job.words[1:]))
-        else:
-            args, config = train.parse(list(job.words[1:]))
-            try:
+        try:
+            if job.words[0] == "evaluate":
+                evaluate.main(list(job.words[1:]))
+            else:
+                args, config = train.parse(list(job.words[1:]))
                 run.train(config, args.workdir)
-            except ConfigError as error:
-                if config.model.position not in schemes:
-                    raise
-                print(f"left out: {error}", file=sys.stderr)
+        except SystemExit as error:  # its line is printed
+            return f"status {error.code}" if error.code else None
+        except (ConfigError, NonFinite, SaveFailed, ValueError, OSError) as error:
+            return in_one_line(error)
+    return None
 
 
 def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
     """Adds an artifact to results.json."""
     path, scale = lab.workdir / "results.json", "runs" if lab.given else lab.scale
-    head = {"scale": scale, "data": dict(lab.data), "version": rope_jax.__version__}
+    head = {"scale": scale, "data": dict(lab.data), "version": VERSION}
     stored = read_json(path) if path.exists() else {}
     if not head.items() <= stored.items():  # of another scale or other images
         stored = head | {"artifacts": {}}
+    if lab.only and name in stored["artifacts"]:  # the other rows stay
+        text = lambda cell: json.dumps(cell["key"], sort_keys=True)
+        cells = {text(cell): cell for cell in stored["artifacts"][name]["cells"]}
+        cells |= {text(cell): cell for cell in entry["cells"]}
+        entry = entry | {"cells": list(cells.values())}
     stored["artifacts"][name] = entry
     order = [a.id for paper in DECLARED for a in paper.artifacts if a.id in stored["artifacts"]]
     stored["artifacts"] = {name: stored["artifacts"][name] for name in order}

@@ -6,7 +6,7 @@ from typing import Any
 from rope_jax.models.registry import find_model
 from rope_jax.papers.claims import above
 from rope_jax.papers.drawings import decay
-from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config
+from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config, setting_text
 from rope_jax.papers.runs import Run
 
 _BATCH = {"cat_vit_5": 32, "dinov2_s14": 64, "beit_b16": 32}
@@ -40,7 +40,7 @@ _MODELS = {
 
 
 def _setting(key: Mapping[str, Any]) -> str:
-    return str((_TRAINING | _MODELS)[key["setting"]](recipe_config("cat:variant=cat_5")))
+    return setting_text((_TRAINING | _MODELS)[key["setting"]](recipe_config("cat:variant=cat_5")))
 
 
 ARTIFACTS = (

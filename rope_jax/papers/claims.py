@@ -22,7 +22,7 @@ from rope_jax.papers.runs import Run
 
 MARGIN = 0.5  # percentage points
 Verdict = dict[str, Any]  # claim, verdict, difference, interval, seeds, after_the_fact
-Value = Callable[[Run, int], Mapping[int, float]]  # of a run at a test side, by seed
+Value = Callable[[Run, int | None], Mapping[int, float]]  # of a run at a test side, by seed
 
 
 def judge(better: Mapping[int, float], worse: Mapping[int, float], margin: float = 0.0) -> Verdict:
@@ -48,7 +48,7 @@ class Claim:
 
     Attributes:
         better, worse: schemes, models or options of a model.
-        at: test sides in pixels over which numbers are averaged.
+        at: test sides in pixels over which numbers are averaged; none for the training size.
         by: what `better` and `worse` name; runs that differ in it alone are compared.
         margin: what `better` may lack, in the unit of the number; 0 for a claim of being above.
         models: about which the claim is; none for all.
@@ -56,21 +56,44 @@ class Claim:
 
     better: str
     worse: str
-    at: Sequence[int] = (224,)
+    at: Sequence[int] = ()
     by: Literal["position", "model", "options"] = "position"
     margin: float = 0.0
     models: tuple[str, ...] = ()
 
-    def judge(self, runs: Sequence[Run], value: Value, after_the_fact: bool) -> Iterator[Verdict]:
-        """The verdict for each pair of runs."""
+    def judge(
+        self,
+        runs: Sequence[Run],
+        value: Value,
+        after_the_fact: bool,
+        *,
+        sides: Callable[[Run, Sequence[int]], Sequence[int]] = lambda run, at: at,
+        name: Callable[[Run], str] = lambda run: run.model,
+    ) -> Iterator[Verdict]:
+        """The verdict for each pair of runs.
+
+        Args:
+            runs: all runs.
+            value: the number of a run at a test side (None: the training size), by seed.
+            after_the_fact: whether the runs are older than the claim.
+            sides: those of `at` that say something about a run.
+            name: of a run's model in words.
+        """
         for run, base in self.pairs(runs):
-            numbers = [self._average(value, one) for one in (run, base)]
+            at = sides(run, self.at)
+            numbers = [{}, {}]
+            if at or not self.at:
+                numbers = [_average(value, one, at or (None,)) for one in (run, base)]
             verdict = judge(*numbers, self.margin)
-            yield {"claim": self.words(run)} | verdict | {"after_the_fact": after_the_fact}
+            yield {"claim": self.words(run, name)} | verdict | {"after_the_fact": after_the_fact}
 
     def pairs(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
         """The runs that are claimed to be better, each with the one that it is compared with."""
-        others = {"position": ("model", "options"), "model": (), "options": ("model", "position")}
+        others = {
+            "position": ("model", "options", "data"),
+            "model": ("data",),
+            "options": ("model", "position", "data"),
+        }
         same = lambda a, b: all(getattr(a, x) == getattr(b, x) for x in others[self.by])
         for run in runs:
             if getattr(run, self.by) == self.better and run.model in (self.models or (run.model,)):
@@ -78,17 +101,21 @@ class Claim:
                     if getattr(base, self.by) == self.worse and same(run, base):
                         yield run, base
 
-    def words(self, run: Run) -> str:
+    def words(self, run: Run, name: Callable[[Run], str] = lambda run: run.model) -> str:
         """The claim in a sentence."""
         relation = "as good as" if self.margin else "above"
-        model = "" if self.by == "model" else f", {run.model}"
-        sides = "" if tuple(self.at) == (224,) else f", at {', '.join(map(str, self.at))} px"
-        return f"{self.better or 'default'} {relation} {self.worse or 'default'}{model}{sides}"
+        model = "" if self.by == "model" else f", {name(run)}"
+        data = "" if run.data == "imagenet" else f" on {run.data}"
+        sides = f", at {', '.join(map(str, self.at))} px" if self.at else ""
+        return (
+            f"{self.better or 'default'} {relation} {self.worse or 'default'}{model}{data}{sides}"
+        )
 
-    def _average(self, value: Value, run: Run) -> dict[int, float]:
-        by_side = [value(run, side) for side in self.at]
-        seeds = set.intersection(*(set(numbers) for numbers in by_side)) if by_side else set()
-        return {seed: float(np.mean([numbers[seed] for numbers in by_side])) for seed in seeds}
+
+def _average(value: Value, run: Run, sides: Sequence[int | None]) -> dict[int, float]:
+    by_side = [value(run, side) for side in sides]
+    seeds = set.intersection(*(set(numbers) for numbers in by_side))
+    return {seed: float(np.mean([numbers[seed] for numbers in by_side])) for seed in seeds}
 
 
 def above(better: str, *worse: str, **options: Any) -> list[Claim]:

@@ -1,5 +1,6 @@
 """The papers' figures that follow from definitions alone: their numbers, and how they are drawn."""
 
+import contextlib
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -45,8 +46,10 @@ def channel_parts(position: str, head_dim: int = HEAD_DIM) -> list[str]:
 
 def channels(schemes: Sequence[str]):
     """Thesis, figure 3.1: the channels of one head by axis and part, with k_rope = 2."""
-    names = ["axial_rope", "rope2d(k_rope=2)", *schemes]
-    parts = {name: channel_parts(name) for name in names}
+    parts = {name: channel_parts(name) for name in ("axial_rope", "rope2d(k_rope=2)")}
+    for name in schemes:
+        with contextlib.suppress(ValueError):  # it turns no channels
+            parts[name] = channel_parts(name)
     cells = [
         _cell({"position": name, "channel": channel, "quantity": "part"}, part)
         for name, row in parts.items()
@@ -89,9 +92,11 @@ def decay(schemes: Sequence[str]):
         cells.append(_cell(key, mine, 10_000.0**-tick, note if tick < 1 else "not on the ladder"))
 
     def draw(path: pathlib.Path) -> None:
-        panels = {"": {"cat_rope": dict(zip(depth, ours, strict=True))}}
-        printed = {"": {"cat_rope": {x: 10_000.0**-x for x in np.linspace(0, 1, 21)}}}
+        curves = {
+            "cat_rope": dict(zip(depth, ours, strict=True)),
+            "as printed: 10000^(-x)": {x: 10_000.0**-x for x in np.linspace(0, 1, 11)},
+        }
         labels = {"x": "feature dimension, relative", "y": "frequency (radians per unit)"}
-        plots.curves_by_panel(panels, printed, path, title="Decay curve", **labels)
+        plots.curves_by_panel({"": curves}, {}, path, title="Decay curve", **labels)
 
     return cells, draw

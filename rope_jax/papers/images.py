@@ -13,7 +13,7 @@ from rope_jax.papers.lab import Lab
 def unpack(lab: Lab) -> Lab:
     """The lab with pixels in place of packed JPEGs, which are decoded once into its workdir."""
     path = lab.data.get("images", "")
-    if not path.endswith(".npz") or "body" not in np.load(path):
+    if not path.endswith(".npz") or "body" not in np.load(path, allow_pickle=False):
         return lab
     pixels = lab.workdir / pathlib.Path(path).name
     if not pixels.exists():
@@ -33,7 +33,7 @@ def decode_packed(file: pathlib.Path) -> dict[str, np.ndarray]:
             images; without it, the first 50,000 are for training. `labels` are renumbered from 0
             without gaps.
     """
-    stored = dict(np.load(file))
+    stored = dict(np.load(file, allow_pickle=False))
     body, offsets, header = stored["body"].tobytes(), stored["offsets"], stored["header"].tobytes()
     starts = stored.get("header_offsets", [0, len(header)])
     header_ids = stored.get("header_id", np.zeros(len(offsets) - 1, int))

@@ -20,7 +20,7 @@ from rope_jax.config import Config, load_recipe, model_overrides, resolve
 from rope_jax.evaluate import Evaluator, at_any_resolution
 from rope_jax.models.cost import cost
 from rope_jax.papers.claims import Claim, Verdict
-from rope_jax.papers.lab import Lab, Measured
+from rope_jax.papers.lab import SETS, Lab, Measured
 from rope_jax.papers.published import Cell as PublishedCell
 from rope_jax.papers.published import find_published, published
 from rope_jax.papers.runs import Run
@@ -35,7 +35,7 @@ Key = Mapping[str, Any]
 Cell = dict[str, Any]  # key, published, ours, note
 SCORES = ("top1", "miou", "box_ap", "mask_ap")
 SPEEDS = ("images_per_second", "percent_over_rpb")
-MISSING = "its piece is not built yet: {}"
+MISSING = "not built yet: {}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +81,28 @@ class Artifact:
         """Draws it, if it is a picture, and returns the files."""
         return []
 
-    def value(self, lab: Lab, run: Run, side: int) -> dict[int, float]:
-        """The number of a run that claims are about, by seed."""
-        scores = lab.scores(run, side if run.task == "classify" else None)
+    def wanted(self, lab: Lab) -> bool:
+        """Whether it has something of --only."""
+        return bool(self.runs(lab))
+
+    def value(self, lab: Lab, run: Run, side: int | None) -> dict[int, float]:
+        """The number of a run that claims are about, by seed; None for the training size."""
+        scores = lab.scores(run, side)
         return {seed: lab.measured({seed: row})["mean"] for seed, row in scores.items()}
 
     def verdicts(self, lab: Lab) -> list[Verdict]:
-        """The verdicts on its claims."""
-        runs, value = self.runs(lab), functools.partial(self.value, lab)
-        return [v for claim in self.claims for v in claim.judge(runs, value, lab.given is not None)]
+        """The verdicts on its claims; runs that are one at this scale are judged once."""
+        late, runs = lab.given is not None, self.runs(lab)
+        if not late:
+            runs = list({lab.run_folder(run, None): run for run in reversed(runs)}.values())
+        options = {"sides": lab.distinct_sides, "name": lab.model_name}
+        value = functools.partial(self.value, lab)
+        return [v for claim in self.claims for v in claim.judge(runs, value, late, **options)]
+
+
+def key_names(key: Key) -> set[str]:
+    """What --only may call a cell."""
+    return {key[name] for name in ("model", "position", "options") if name in key}
 
 
 def _with_schemes(keys: Iterable[Key], schemes: Sequence[str]) -> list[Key]:
@@ -131,9 +144,12 @@ class Table(Artifact):
         by_text = {json.dumps(key, sort_keys=True): (key, value) for key, value in cells}
         for key in [*self.more, *_with_schemes([key for key, _ in cells], lab.schemes)]:
             by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
-        if lab.only:
-            return {x: cell for x, cell in by_text.items() if lab.wants(self.run(cell[0]))}
-        return by_text
+        names = {*lab.only}
+        wants = lambda key: not names or not names.isdisjoint(key_names(key))
+        return {text: cell for text, cell in by_text.items() if wants(cell[0])}
+
+    def wanted(self, lab: Lab) -> bool:
+        return bool(self.keys(lab))
 
     def runs(self, lab: Lab) -> list[Run]:
         found = (self.run(key) for key, _ in self.keys(lab).values())
@@ -143,7 +159,7 @@ class Table(Artifact):
         sides: dict[str, set[int]] = {}
         for cell in self.printed:
             if "resolution" in cell.key and (run := self.run(cell.key)):
-                sides.setdefault(run.model, set()).add(cell.key["resolution"][0])
+                sides.setdefault(run.sized, set()).add(cell.key["resolution"][0])
         return sides
 
     def cells(self, lab: Lab) -> list[Cell]:
@@ -179,14 +195,21 @@ class Table(Artifact):
 
 def _explain(lab: Lab, run: Run, side: int | None, dataset: str | None, ours: Any) -> str:
     """What a reader should know about a cell: what stands in, or why it is empty."""
-    if dataset in ("imagenet_real", "imagenet_v2", "imagenet_a", "imagenet_r") and ours is None:
-        name = dataset.removeprefix("imagenet_")
-        return f"rope_jax evaluate WORKDIR --dataset={name} --images=FOLDER adds it"
+    if ours is None and dataset in SETS:
+        if lab.small_scale:
+            return "needs ImageNet: --scale=released or full"
+        return f"rope_jax evaluate WORKDIR --dataset={SETS[dataset]} --images=FOLDER adds it"
     if ours is None:
-        return "no weights were published" if lab.scale == "released" else "not trained yet"
-    if lab.small_scale and lab.given is None and side is not None:
-        return f"tested at {lab.test_size(run, side)} px"
-    return ""
+        if lab.scale != "released":
+            return "not trained yet"
+        named = run.data in lab.data
+        return "no weights were published" if named else f"needs --data={run.data}=FOLDER"
+    if not lab.small_scale or lab.given is not None:
+        return ""
+    if run.task != "classify":
+        return f"{lab.model_name(run)} with a small head, on scenes"
+    size = "" if side is None else f" at {lab.test_size(run, side)} px"
+    return f"{lab.model_name(run)}, tested on {lab.images}{size}"
 
 
 def train_accuracy(loaded: LoadedModel) -> float:
@@ -247,7 +270,7 @@ class Curves(Artifact):
         return [run for run in dict.fromkeys([*self.lines, *own]) if lab.wants(run)]
 
     def sides(self) -> dict[str, set[int]]:
-        return {run.model: set(self.at) for run in self.lines}
+        return {run.sized: set(self.at) for run in self.lines}
 
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
@@ -267,12 +290,12 @@ class Curves(Artifact):
         return made
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
-        ours, printed = by_panel(cells, "ours"), by_panel(cells, "published")
-        columns = min(3, len(ours))
+        ours, printed = by_panel(lab, cells, "ours"), by_panel(lab, cells, "published")
         if lab.small_scale:  # of other images: in panels of their own
             printed = {f"{name}: published, ImageNet-1k": lines for name, lines in printed.items()}
             ours |= {name: {} for name, lines in printed.items() if any(lines.values())}
-        x, title = "test resolution of the paper (pixels)", f"{self.title}\n{lab_words(lab)}"
+        columns = 2 if len(ours) in (2, 4) else 3
+        x, title = "test resolution (pixels)", f"{self.title}\n{lab_words(lab)}"
         words = {"title": title, "x": x, "y": self.label, "zero": self.zero}
         plots.curves_by_panel(ours, printed, path, columns=columns, **words)
         return [path]
@@ -282,14 +305,13 @@ def lab_words(lab: Lab) -> str:
     """The scale and the images of a lab, in words."""
     if lab.given is not None:
         return "the runs of --runs"
-    images = lab.data.get("images")
-    sets = pathlib.Path(images).stem if images else "embedded digits and scenes"
-    return f"scale {lab.scale}, {sets}" if lab.small_scale else f"scale {lab.scale}"
+    return f"scale {lab.scale}" + (f": {lab.images}" if lab.small_scale else "")
 
 
-def by_panel(cells: Sequence[Cell], name: str) -> dict[str, dict[str, dict[int, float]]]:
-    """Model -> scheme -> side -> number of cells."""
+def by_panel(lab: Lab, cells: Sequence[Cell], name: str) -> dict[str, dict[str, dict[int, float]]]:
+    """Model, or what stands in for it -> scheme -> side -> number of cells."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
+    apart = lab.small_scale and lab.given is None and name == "ours"
     models = {(c["key"]["model"], c["key"]["position"], c["key"].get("options")) for c in cells}
     schemes = [(model, position) for model, position, _ in models]
     for cell in cells:
@@ -297,9 +319,13 @@ def by_panel(cells: Sequence[Cell], name: str) -> dict[str, dict[str, dict[int, 
         number = number["mean"] if isinstance(number, dict) else number
         several = schemes.count((key["model"], key["position"])) > 1
         label = ", ".join(filter(None, (key["position"], several and key.get("options"))))
-        line = panels.setdefault(key["model"], {}).setdefault(label, {})
+        run, side = Run(key["model"], key["position"]), key["resolution"][0]
+        panel, side = (
+            (lab.model_name(run), lab.test_size(run, side)) if apart else (run.model, side)
+        )
+        line = panels.setdefault(panel, {}).setdefault(label, {})
         if number is not None:
-            line[key["resolution"][0]] = number
+            line[side] = number
     return panels
 
 
@@ -365,13 +391,13 @@ class Attention(Artifact):
     def sides(self) -> dict[str, set[int]]:
         return {}
 
-    def layers(self, lab: Lab, run: Run, side: int) -> dict[int, tuple[str, list[float]]]:
+    def layers(self, lab: Lab, run: Run, side: int | None) -> dict[int, tuple[str, list[float]]]:
         """The statistic of each layer, the mean of its heads, by seed."""
-        size = lab.test_size(run, side)
+        size = lab.test_size(run, 224 if side is None else side)
+        count = lab.count or (32 if lab.scale == "smoke" else 256)
 
         def measure(loaded: LoadedModel) -> dict[str, list[float]]:
             images = lab.data.get("imagenet") if lab.scale == "released" else None
-            count = lab.count or (32 if lab.scale == "smoke" else 256)
             batches = image_batches(loaded, images, str(size), count, 32)
             statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
             return {
@@ -379,7 +405,7 @@ class Attention(Artifact):
                 for name in ("distance", "entropy")
             }
 
-        values = lab.analyse(run, f"attention_{size}", measure)
+        values = lab.analyse(run, f"attention_{size}_{count}", measure)
         return {seed: (folder, value[self.statistic]) for seed, (folder, value) in values.items()}
 
     def cells(self, lab: Lab) -> list[Cell]:
@@ -397,7 +423,7 @@ class Attention(Artifact):
                     made.append({"key": key, "published": None, "ours": ours, "note": note})
         return made
 
-    def value(self, lab: Lab, run: Run, side: int) -> dict[int, float]:
+    def value(self, lab: Lab, run: Run, side: int | None) -> dict[int, float]:
         """The mean over the middle third of the layers."""
         middle = lambda x: float(np.mean(x[len(x) // 3 : -(-2 * len(x) // 3)]))
         return {seed: middle(x) for seed, (_, x) in self.layers(lab, run, side).items()}
@@ -473,7 +499,7 @@ class Maps(Artifact):
                     "key": key,
                     "published": None,
                     "ours": ours if values else None,
-                    "note": "a picture" if values else "not trained yet",
+                    "note": "drawn" if values else "not trained yet",
                 }
             )
             for quantity, piece in self.missing:
@@ -571,7 +597,7 @@ class Settings(Artifact):
         return [run for table in self._scores for run in table.runs(lab)]
 
     def sides(self) -> dict[str, set[int]]:
-        return {model: at for table in self._scores for model, at in table.sides().items()}
+        return {name: at for table in self._scores for name, at in table.sides().items()}
 
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
@@ -605,6 +631,15 @@ class Missing(Artifact):
     def cells(self, lab: Lab) -> list[Cell]:
         note = MISSING.format(self.piece)
         return [{"key": dict(k), "published": None, "ours": None, "note": note} for k in self.keys]
+
+
+def setting_text(value: Any) -> str:
+    """A setting of a config as a table shows it.
+
+    >>> setting_text(310.0), setting_text(1e-06), setting_text("adamw")
+    ('310', '1e-06', 'adamw')
+    """
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def agrees(printed: Any, ours: str) -> bool:

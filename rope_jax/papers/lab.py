@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from rope_jax.weights.released import ReleasedWeights
 Measured = dict[str, Any]  # mean, interval, seeds, runs
 _EPOCHS = {"classify": {"smoke": 0.5, "small": 20.0}, "segment": {"small": 20.0},
            "detect": {"small": 8.0}}  # fmt: skip
-_SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
+SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
 # Heads of the stand-ins in segmentation of scenes; the cells of a patch have 2 pixels.
 _HEADS = {"deit3": "linear(cells=4)", "vit_adapter": "upernet(width=32)"}
 _TINY_DINO = (
@@ -63,7 +64,7 @@ class Lab:
         workdir: for everything.
         data: paths of the images by name: "imagenet", "coco", ...; at the scale small "images".
         seeds: number of seeds of each run; None for the scale's.
-        sizes: test sides in pixels of each model, in the paper, by model.
+        sizes: test sides in pixels of the papers, by `Run.sized`.
         schemes: the user's, which join every table and figure.
         weights_dir: with files of published weights.
         given: the user's runs, instead of those of the papers.
@@ -97,11 +98,28 @@ class Lab:
 
     @property
     def folder(self) -> pathlib.Path:
-        """Of the runs of this scale, and these images."""
-        images = self.data.get("images")
-        return self.workdir / (
-            f"{self.scale}-{pathlib.Path(images).stem}" if images else self.scale
-        )
+        """Of the runs of this scale, these images and this length."""
+        asked = [*sorted(self.data.items()), *([self.epochs] if self.epochs else [])]
+        name = [self.scale, f"{zlib.crc32(str(asked).encode()):08x}"] if asked else [self.scale]
+        return self.workdir / "-".join(name)
+
+    @property
+    def images(self) -> str:
+        """The images of small scales, in words."""
+        path = self.data.get("images")
+        return pathlib.Path(path).stem if path else "digits"
+
+    def model_name(self, run: Run) -> str:
+        """The model of a run, or what stands in for its family."""
+        if self.small_scale and self.given is None:
+            return f"stand-in of {stand_in(run.model).family}"
+        return run.model
+
+    def distinct_sides(self, run: Run, at: Sequence[int]) -> list[int]:
+        """Test sides that differ at this scale, without those that become the training size."""
+        trained = self.test_size(run, 32 if run.data.startswith("cifar") else 224)
+        kept = {self.test_size(run, side): side for side in at}
+        return [side for size, side in kept.items() if size != trained or 224 in at]
 
     @property
     def all_seeds(self) -> list[int | None]:
@@ -154,8 +172,9 @@ class Lab:
         if self.scale == "released":
             return self._evaluations(run, folder)
         if self.scale == "full":
-            words = run.full_words(self.data, seed, str(self.folder))
-            sides = self.sizes.get(run.model, ())
+            before = self.run_folder(run.after, seed) if run.after else ""
+            words = run.full_words(self.data, seed, str(before))
+            sides = self.sizes.get(run.sized, ())
             if run.task == "classify" and len(sides) > 1:
                 words.append(self._resolutions(sides, 224))
         else:
@@ -191,9 +210,8 @@ class Lab:
                 f"--config.data.image_size={small.side}",
                 f"--config.optim.warmup_epochs={epochs / 10:g}",
             ]
-            family = [
-                at for name, at in self.sizes.items() if stand_in(name) == stand_in(run.model)
-            ]
+            of_family = lambda name: stand_in(name.split()[-1]) == stand_in(run.model)
+            family = [at for name, at in self.sizes.items() if of_family(name)]
             sides = {small.size(side, 224) for at in family for side in at}
             words.append(self._resolutions(sorted(sides), small.side))
         else:
@@ -232,16 +250,17 @@ class Lab:
     def _evaluations(self, run: Run, folder: pathlib.Path) -> list[Job]:
         """The commands that evaluate the authors' weights: on each set that --data names."""
         weights, jobs = self.released(run), []
-        for name in (run.data, *(_SETS if run.task == "classify" else ())):
+        for name in (run.data, *(SETS if run.task == "classify" else ())):
             if name not in self.data:
                 continue
             out = folder / f"evaluations_{name}.json"
             words = ["evaluate", f"--model={run.model}", f"--position={weights.position}"]
-            words += [f"--pretrained={weights.tag}", f"--dataset={_SETS.get(name, name)}"]
+            words += [f"--pretrained={weights.tag}", f"--dataset={SETS.get(name, name)}"]
             words += [f"--images={self.data[name]}", f"--out={out}"]
             if name == "imagenet":
                 trained = weights.image_size or 224
-                sides = dict.fromkeys((trained, *self.sizes.get(run.model, ())))
+                of_model = (at for name, at in self.sizes.items() if name.endswith(f" {run.model}"))
+                sides = dict.fromkeys((trained, *sorted(set().union(*of_model))))
                 words.append(f"--resolutions={','.join(map(str, sides))}")
                 if run.model.startswith("swin") and len(sides) > 1:
                     words.append("--scale_windows")
@@ -345,7 +364,13 @@ class Lab:
             step = rows[0].get("asked", {}).get("step")
             stored = read_json(path) if path.exists() else None
             if stored is None or stored["step"] != step:
-                stored = {"step": step, "value": function(self.load(run, seed))}
+                try:
+                    value = function(self.load(run, seed))
+                except ValueError:
+                    if self.given is None and run.position not in self.schemes:
+                        raise
+                    continue  # not defined for a scheme of the user's
+                stored = {"step": step, "value": value}
                 write_file(path, json.dumps(stored, default=np.ndarray.tolist))
                 stored = read_json(path)
             values[seed] = (folder.name, stored["value"])
@@ -398,8 +423,8 @@ def _added_options(run: Run, small: StandIn) -> str:
 
 def _row_fits(row: Row, dataset: str | None, views: str) -> bool:
     asked = row.get("asked", {})
-    wanted = None if dataset is None else _SETS.get(dataset)
-    if asked.get("dataset") in _SETS.values() and asked["dataset"] != wanted:
+    wanted = None if dataset is None else SETS.get(dataset)
+    if asked.get("dataset") in SETS.values() and asked["dataset"] != wanted:
         return False
     if wanted is not None and asked.get("dataset") != wanted:
         return False

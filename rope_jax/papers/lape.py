@@ -5,7 +5,15 @@ from typing import Any
 
 from rope_jax.config import Config
 from rope_jax.papers.claims import above
-from rope_jax.papers.kinds import Maps, Missing, Settings, Table, correlation_maps, recipe_config
+from rope_jax.papers.kinds import (
+    Maps,
+    Missing,
+    Settings,
+    Table,
+    correlation_maps,
+    recipe_config,
+    setting_text,
+)
 from rope_jax.papers.runs import Run
 
 _MASK_RCNN = "Mask R-CNN"
@@ -20,7 +28,7 @@ _FIELDS = {
     "epochs": lambda c: c.epochs - c.optim.cooldown_epochs,
     "cooldown": lambda c: c.optim.cooldown_epochs,
     "warmup": lambda c: c.optim.warmup_epochs,
-    "crop": lambda c: f"{c.data.image_size}x{c.data.image_size}",
+    "crop": lambda c: c.data.image_size,
     "optimizer": lambda c: c.optim.name,
     "iterations": lambda c: c.steps,
 }
@@ -43,7 +51,7 @@ def _segmentation(key: Mapping[str, Any]) -> Run:
 
 def _setting(config: Config, key: Mapping[str, Any]) -> str | None:
     field = _FIELDS.get(key["setting"])
-    return None if field is None else str(field(config))
+    return None if field is None else setting_text(field(config))
 
 
 def _classification(key: Mapping[str, Any]) -> str | None:

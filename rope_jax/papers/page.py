@@ -9,7 +9,7 @@ from rope_jax.analysis.page import anchor, link_list, paragraph, picture, table,
 from rope_jax.names.text import size_text
 
 Result = Mapping[str, Any]  # an artifact of results.json
-_HIDDEN = {"dataset", "quantity", "batch_size"}
+_HIDDEN = {"dataset", "quantity", "batch_size", "task"}
 
 
 def write_pages(results: Mapping[str, Any], folder: pathlib.Path, papers: Sequence[Any]) -> None:
@@ -48,9 +48,16 @@ def progress(result: Result) -> str:
     return f"{sum(cell['ours'] is not None for cell in cells)} of {len(cells)}"
 
 
+_STAND_INS = (
+    "At this scale one small model stands in for all sizes of a family, and other images for the "
+    "papers': compare schemes, not numbers with the published ones."
+)
+
+
 def artifact_blocks(result: Result, scale: str, folder: pathlib.Path) -> list[str]:
     """Text, tables, pictures and claims of an artifact."""
-    blocks = [paragraph(result["note"])] if result["note"] else []
+    small = scale in ("smoke", "small") and result["protocol"]
+    blocks = [paragraph(text) for text in (small and _STAND_INS, result["note"]) if text]
     blocks += [picture(folder / name, result["title"]) for name in result["files"]]
     blocks += [table(*rows) for rows in tables(result, scale)]
     notes = dict.fromkeys(
@@ -113,15 +120,14 @@ def _pivot(
     cells: Sequence[Mapping[str, Any]], columns: str, what: str
 ) -> tuple[list[str], list[list[str]]]:
     words = {"ours": "ours", "published": "published", "both": "ours; published"}[what]
-    varied = {
-        name for name in ("dataset", "quantity") if len({c["key"].get(name) for c in cells}) > 1
-    }
+    count = lambda name: len({cell["key"].get(name) for cell in cells})
+    varied = [name for name in ("dataset", "quantity", "task") if count(name) > 1]
     rows: dict[str, dict[str, str]] = {}
     names, headers = {}, {}
     for cell in cells:
-        key = {k: v for k, v in cell["key"].items() if k not in _HIDDEN - varied}
+        key = {k: v for k, v in cell["key"].items() if k not in _HIDDEN or k in varied}
         column = _word(key.pop(columns, "")) if columns in key else ""
-        extra = [_word(key.pop(name)) for name in ("dataset", "quantity") if name in key]
+        extra = [_word(key.pop(name)) for name in varied if name in key]
         header = ", ".join(filter(None, [column, *extra])) or words
         headers[header] = None
         if len({str(c["key"].get("resolution")) for c in cells}) == 1:

@@ -54,6 +54,11 @@ class Run:
         return self.recipe.partition(":")[0]
 
     @property
+    def sized(self) -> str:
+        """What its test sizes are collected by."""
+        return f"{self._recipe_name} {self.model}"
+
+    @property
     def stages(self) -> "list[Run]":
         """The runs before it, and itself."""
         return [*(self.after.stages if self.after else []), self]
@@ -83,23 +88,23 @@ class Run:
         words = [word.partition("=")[2] for word in arguments.split(",") if word]
         return "-".join(filter(None, [recipe, *words, self.position, self.options]))
 
-    def full_words(self, data: Mapping[str, str], seed: int | None, workdir: str) -> list[str]:
+    def full_words(self, data: Mapping[str, str], seed: int | None, before: str) -> list[str]:
         """The words of `rope_jax train` that train it as published, without its workdir.
 
         Args:
             data: name of the images -> their path.
             seed: None for the recipe's.
-            workdir: of all runs, with those that it starts from.
+            before: workdir of the run that it starts from.
         """
         arguments = {"position": self.position}
         if seed is not None:
             arguments["seed"] = seed
         if self.after is not None and "stage=finetune" in self.recipe:
-            arguments["init_from"] = f"{workdir}/{self.after.full_name()}"
+            arguments["init_from"] = before
         words = [f"--config={with_arguments(self.recipe, **arguments)}"]
         words.append(f"--config.data.path={data.get(self.data, self.data.upper())}")
         if self.after is not None and "init_from" not in arguments:
-            words.append(f"--config.init_from={workdir}/{self.after.full_name()}")
+            words.append(f"--config.init_from={before}")
         if self.options:
             words.append(f"--config.model.options={self.options}")
         return words + [f"--config.{setting}" for setting in self.settings]
@@ -192,7 +197,8 @@ _STAND_INS = {
     r"vit_adapter_.*": StandIn(
         "vit_adapter",
         "vit_adapter_ti16",
-        "width=64,depth=2,heads=1,mlp_ratio=2.0,groups=(1,),added=last,deform_heads=1,prior_width=16",
+        "width=64,depth=2,heads=1,mlp_ratio=2.0,groups=(1,),added=last,deform_heads=1,"
+        "prior_width=16",
         "width=128,depth=4,heads=2,mlp_ratio=2.0,groups=(0,1,2,3),deform_heads=2",
         side=64,
         tile=16,

@@ -45,7 +45,11 @@ def throughput(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:
     speed = _speed(lab, key["model"], key["position"], fused)
     if key["quantity"] == "percent_over_rpb":
         speed = 100 * (speed / _speed(lab, key["model"], "rpb", fused) - 1)
-    words = "float16, batch 256" if _on_gpu() else "a stand-in on a CPU: float32, batch 16"
+    words = "a stand-in on a CPU: float32, batch 16"
+    if _on_gpu():
+        words = "float16, batch 256" + (
+            "; fused: the library's choice on this GPU" if fused else ""
+        )
     return _single(speed), words
 
 
@@ -58,7 +62,8 @@ def _speed(lab: Lab, model: str, position: str, fused: bool) -> float:
         size = small.tiny if lab.scale == "smoke" else small.small
         name, options = small.model, options | model_overrides(size)
     measure = lambda: images_per_second(name, position, fused=fused, **options)
-    return _kept(lab, f"{name}, {position}, {'fused' if fused else 'BMM'}", measure)
+    words = f"{name}, {position}, {'fused' if fused else 'BMM'}, {options}"
+    return _kept(lab, words, measure)
 
 
 def speedup(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:

@@ -6,7 +6,7 @@ from typing import Any
 from rope_jax.analysis.speed import SIZES
 from rope_jax.papers.claims import above, as_good
 from rope_jax.papers.drawings import angles, channels
-from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config
+from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config, setting_text
 from rope_jax.papers.runs import Run
 from rope_jax.papers.speed import K_ROPES
 
@@ -65,7 +65,7 @@ _AXES = {
 
 def _recipe(variant: str):
     config = recipe_config(f"thesis:variant={variant}")
-    return lambda key: str(_FIELDS[key["setting"]](config))
+    return lambda key: setting_text(_FIELDS[key["setting"]](config))
 
 
 ARTIFACTS = (

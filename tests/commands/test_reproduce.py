@@ -120,7 +120,7 @@ def test_plans_are_the_commands_of_the_runs(tmp_path, capsys):
     assert sum("--config=deit3:variant=b,position=" in line for line in commands) == 5
     assert sum("stage=finetune" in line for line in commands) == 5
     assert sum("--config=upernet:variant=b" in line for line in commands) == 5
-    assert all(line.startswith("rope_jax ") and " # about " in line for line in commands)
+    assert all(line.startswith("rope_jax ") and "  # stage " in line for line in commands)
     assert re.match(r"# 20 commands, [\d.,]+ hours", total)  # five evaluations at several scales
 
 

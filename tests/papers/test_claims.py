@@ -53,7 +53,26 @@ def test_numbers_are_averaged_over_sizes_for_each_seed():
     (verdict,) = claim.judge(RUNS[:2], value, after_the_fact=True)
     assert verdict["difference"] == pytest.approx((1.0 + 2.25) / 2)
     assert verdict["claim"] == "rope2d above ape, a, at 256, 512 px"
+    assert not list(claim.judge(RUNS[2:3], value, after_the_fact=True))
     assert verdict["after_the_fact"]
+
+
+def test_runs_on_other_images_are_not_compared():
+    runs = [
+        Run("cct_7_3x1", position, f"cct:dataset={data},variant=cct_7_3x1")
+        for data in ("cifar10", "cifar100")
+        for position in ("ape", "lape(ape)")
+    ]
+    (claim,) = above("lape(ape)", "ape")
+    assert [run.data == base.data for run, base in claim.pairs(runs)] == [True, True]
+
+
+def test_sizes_that_say_nothing_are_left_out():
+    (claim,) = above("rope2d", "ape", at=(160, 192))
+    value = lambda run, side: {0: float(side or 0), 1: 2.0}
+    none = lambda run, at: []
+    (verdict,) = claim.judge(RUNS[:2], value, after_the_fact=False, sides=none)
+    assert verdict["verdict"] == "not tested"
 
 
 def test_as_good_has_a_margin():

@@ -102,6 +102,33 @@ def test_runs_are_shared_by_figures_and_sizes_of_a_family(tmp_path):
     assert len(runs("thesis/table_4.1")) == 4 * 3
 
 
+def test_seeds_of_all_stages_are_one_seed(tmp_path):
+    lab = Lab("full", tmp_path, seeds=2)
+    *_, finetune, dense = lab.jobs(ARTIFACTS["heo/table_1"].runs(lab)[:1])
+    assert "seed=1" in finetune.words[1]
+    assert f"init_from={lab.folder}/deit3-b-ape-1" in finetune.words[1]
+    assert f"--config.init_from={lab.folder}/deit3-b-finetune-ape-1" in dense.words
+
+
+def test_runs_on_other_images_have_other_folders(tmp_path):
+    folders = {
+        Lab("small", tmp_path, data=data, epochs=epochs).folder
+        for data in ({}, {"images": "a/x.npz"}, {"images": "b/x.npz"})
+        for epochs in (None, 5.0)
+    }
+    assert len(folders) == 6
+
+
+def test_sizes_of_one_run_are_judged_and_drawn_once(tmp_path):
+    """S, B and L have one stand-in; 160 and 224 pixels of Swin are one size of it."""
+    lab = Lab("smoke", tmp_path)
+    verdicts = ARTIFACTS["heo/figure_4"].verdicts(lab)
+    assert [v["claim"].split(", ")[1] for v in verdicts] == ["stand-in of deit3"] * 3
+    run = ARTIFACTS["heo/figure_5"].lines[0]
+    assert lab.distinct_sides(run, (160, 192)) == []
+    assert lab.distinct_sides(run, (320, 384)) == [384]
+
+
 def test_options_of_a_run_change_its_stand_in_unless_they_set_its_size(tmp_path):
     lab = Lab("small", tmp_path)
     runs = {run.options: run for run in ARTIFACTS["cat/table_4"].runs(lab)}
