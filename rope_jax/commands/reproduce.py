@@ -1,4 +1,4 @@
-"""Reproduces the tables and figures of the papers: trains what is missing, and sets ours beside.
+"""Reproduces the tables and figures of the papers, and compares them with the published numbers.
 
     rope_jax reproduce                                   list them
     rope_jax reproduce heo/figure_4                      train small models, draw and print
@@ -89,7 +89,7 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
     add("--seeds", type=Argument(Count), help=seeds)
     add("--epochs", type=Argument(Annotated[float, Range(above=0)]), help="at scale small")
     add("--runs", help="workdirs of your own runs, separated by commas, instead of the papers'")
-    add("--minutes", type=float, help="stop after the run at hand when they are over")
+    add("--minutes", type=float, help="stop when they are over, after the runs in progress")
     add("--count", type=Argument(Count), help="images of attention statistics; default: 256")
     add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/papers"), help="for everything")
     add("--weights_dir", help="folder with files of published weights")
@@ -108,7 +108,7 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             print(format_table(*_list(artifacts, lab)))
             return
         if args.plan:
-            _print_plan(artifacts, lab)
+            _print_plan(artifacts, unpack(lab))
             return
         if lab.scale in ("released", "full") and not lab.data and lab.given is None:
             images = {"released": "the folder of ImageNet's validation images, by class"}
@@ -118,7 +118,7 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
     with exit_statuses(str(args.workdir), distributed=False):
         _start(lab.scale)
         args.workdir.mkdir(parents=True, exist_ok=True)
-        lab = unpack(lab)
+        lab = unpack(lab)  # before runs, whose folders have names by their images
         minutes = args.minutes or math.inf
         failed = _train_missing(artifacts, lab, time.monotonic() + 60 * minutes)
         for artifact in artifacts:
@@ -255,7 +255,7 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
                     report(running[future], future.result())
         except TimeoutError:
             failed.append(_LATE)
-        finally:  # those at hand end, or stop at a signal
+        finally:  # runs in progress end, or stop at a signal
             pool.shutdown(cancel_futures=True)
     return failed
 

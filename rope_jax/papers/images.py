@@ -17,6 +17,7 @@ def unpack(lab: Lab) -> Lab:
         return lab
     pixels = lab.workdir / pathlib.Path(path).name
     if not pixels.exists():
+        lab.workdir.mkdir(parents=True, exist_ok=True)
         temporary = pixels.with_suffix(".part.npz")
         np.savez(temporary, **decode_packed(pathlib.Path(path)))
         temporary.rename(pixels)

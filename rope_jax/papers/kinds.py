@@ -120,7 +120,7 @@ class Table(Artifact):
     Attributes:
         run: the run of a cell's key; None for one that no run gives.
         source: whose published cells it has, if not its own: "lape/main_text"; "" for none.
-        more: keys of cells without a published number.
+        more: keys of cells without a published number; "missing" is what they need.
         columns: the entry of the keys that its columns differ in.
     """
 
@@ -166,7 +166,8 @@ class Table(Artifact):
         made = []
         for key, value in self.keys(lab).values():
             ours, note = self.measure(lab, key)
-            made.append({"key": dict(key), "published": value, "ours": ours, "note": note})
+            shown = {name: word for name, word in key.items() if name != "missing"}
+            made.append({"key": shown, "published": value, "ours": ours, "note": note})
         return made
 
     def measure(self, lab: Lab, key: Key) -> tuple[Measured | None, str]:
@@ -179,7 +180,7 @@ class Table(Artifact):
         if quantity.startswith("operations"):
             return count_operations(key)
         if run is None or (not run.recipe and lab.scale != "released"):
-            return None, key.get("missing", "no recipe trains it yet")
+            return None, MISSING.format(key.get("missing", "its training"))
         if quantity == "train_top1":
             return lab.measured(lab.analyse(run, "train", train_accuracy)), ""
         side = key.get("resolution", [None])[0] if run.task == "classify" else None
@@ -190,7 +191,8 @@ class Table(Artifact):
 
     @property
     def quantity(self) -> str:
-        return ", ".join(dict.fromkeys(c.key["quantity"] for c in self.printed))
+        keys = [*(cell.key for cell in self.printed), *self.more]
+        return ", ".join(dict.fromkeys(key["quantity"] for key in keys))
 
 
 def _explain(lab: Lab, run: Run, side: int | None, dataset: str | None, ours: Any) -> str:
@@ -612,25 +614,6 @@ class Settings(Artifact):
 
     def verdicts(self, lab: Lab) -> list[Verdict]:
         return [verdict for table in self._scores for verdict in table.verdicts(lab)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Missing(Artifact):
-    """A table whose piece is not built yet.
-
-    Attributes:
-        keys: of its cells.
-        piece: what is missing.
-    """
-
-    keys: Sequence[Key] = ()
-    piece: str = ""
-
-    quantity = "not built yet"
-
-    def cells(self, lab: Lab) -> list[Cell]:
-        note = MISSING.format(self.piece)
-        return [{"key": dict(k), "published": None, "ours": None, "note": note} for k in self.keys]
 
 
 def setting_text(value: Any) -> str:

@@ -7,7 +7,6 @@ from rope_jax.config import Config
 from rope_jax.papers.claims import above
 from rope_jax.papers.kinds import (
     Maps,
-    Missing,
     Settings,
     Table,
     correlation_maps,
@@ -77,6 +76,11 @@ def _dense_keys(models: tuple[str, ...], **more: Any) -> list[dict[str, Any]]:
     ]
 
 
+def _term(run: Run, quantity: str, missing: str) -> dict[str, str]:
+    key = {"model": run.model, "position": run.position, "quantity": quantity}
+    return key | {"missing": missing}
+
+
 _SEGMENTERS = ("deit_ti16", "deit_s16", "vit_adapter_ti16", "vit_adapter_s16")
 _LINES = {
     "figure_I": [
@@ -117,7 +121,7 @@ ARTIFACTS = (
                     ("vit_adapter_ti16", "vit_adapter_s16"),
                     dataset="coco",
                     quantity=quantity,
-                    missing=f"needs {_MASK_RCNN}, which is not built yet",
+                    missing=_MASK_RCNN,
                 )
             ],
             source="",
@@ -148,26 +152,26 @@ ARTIFACTS = (
         )
         for name, lines in _LINES.items()
     ),
-    Missing(
+    Table(
         "equation_2",
         "Shares of tokens, position and bias in a layer's norm: lambda 1, 2 and 3",
-        keys=[
-            {"model": run.model, "position": run.position, "quantity": f"lambda_{number}"}
+        source="",
+        more=[
+            _term(run, f"lambda_{number}", "lambda 1, 2 and 3 of each layer")
             for lines in _LINES.values()
             for run in lines
             for number in (1, 2, 3)
         ],
-        piece="lambda 1, 2 and 3 of each layer",
     ),
-    Missing(
+    Table(
         "equation_3",
         "Sizes of the four terms of queries and keys",
-        keys=[
-            {"model": run.model, "position": run.position, "quantity": term}
+        source="",
+        more=[
+            _term(run, term, "the sizes of the four terms")
             for lines in _LINES.values()
             for run in lines
             for term in ("token-token", "token-position", "position-token", "position-position")
         ],
-        piece="the sizes of the four terms",
     ),
 )
