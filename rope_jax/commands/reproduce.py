@@ -107,13 +107,13 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
         if not args.ids:
             print(format_table(*_list(artifacts, lab)))
             return
-        if args.plan:
-            _print_plan(artifacts, unpack(lab))
-            return
-        if lab.scale in ("released", "full") and not lab.data and lab.given is None:
+        if lab.needs_data and not (args.plan and lab.scale == "full"):
             images = {"released": "the folder of ImageNet's validation images, by class"}
             text = images.get(lab.scale, "the folder of ImageNet; --plan prints the commands")
             raise ConfigError(_DATA_OF_SCALES.format(lab.scale, text))
+        if args.plan:
+            _print_plan(artifacts, unpack(lab))
+            return
         _check_version(args.workdir)
     with exit_statuses(str(args.workdir), distributed=False):
         _start(lab.scale)

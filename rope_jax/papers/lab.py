@@ -97,6 +97,11 @@ class Lab:
         return self.scale in ("smoke", "small")
 
     @property
+    def needs_data(self) -> bool:
+        """Whether there is nothing to do without --data."""
+        return not self.small_scale and not self.data and self.given is None
+
+    @property
     def folder(self) -> pathlib.Path:
         """Of the runs of this scale, these images and this length."""
         asked = [*sorted(self.data.items()), *([self.epochs] if self.epochs else [])]
