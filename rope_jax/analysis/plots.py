@@ -140,7 +140,6 @@ def curves_by_panel(
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     sizes = {"columns": columns, "panel": (3.2, 3.0), "margins": (1.9, 0.7)}
-    places = {x for curves in panels.values() for line in curves.values() for x in line}
     with _panels(path, title, list(panels), **sizes) as all_axes:
         for axes, (panel, curves) in zip(all_axes, panels.items(), strict=True):
             for name in names:
@@ -155,7 +154,8 @@ def curves_by_panel(
                 )
             axes.grid()
             axes.set_yscale(yscale)
-            if 0 < len(places) <= 12:
+            lines = (*curves.values(), *printed.get(panel, {}).values())
+            if 0 < len(places := {x for line in lines for x in line}) <= 12:
                 axes.set_xticks(sorted(places), [f"{x:g}" for x in sorted(places)], fontsize=6)
             if zero:
                 axes.axhline(0, color="0.4", linewidth=1)
