@@ -10,13 +10,16 @@ import numpy as np
 
 def not_finite(tree: Any) -> list[str]:
     """Names of the leaves with a number that is not finite, computed on the device."""
-    # Not in one jitted program: those of single shapes are compiled once for all models.
-    finite = {
-        name: jnp.isfinite(leaf).all()
-        for name, leaf in named_leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    }
-    return [name for name, fine in jax.device_get(finite).items() if not fine]
+    leaves = [
+        (name, leaf) for name, leaf in named_leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves])) if leaves else []
+    return [name for (name, _), fine in zip(leaves, finite, strict=True) if not fine]
+
+
+@jax.jit
+def _all_finite(leaves: list) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
