@@ -10,9 +10,11 @@ from rope_jax.names.text import markdown_table
 from rope_jax.papers import published
 from rope_jax.papers.claims import Claim
 from rope_jax.papers.declared import DECLARED
-from rope_jax.papers.kinds import Artifact, Curves, Settings, Table
+from rope_jax.papers.figures import Curves
+from rope_jax.papers.kinds import Artifact
 from rope_jax.papers.lab import Lab
 from rope_jax.papers.runs import Run
+from rope_jax.papers.tables import Settings, Table
 
 LABS = [Lab(scale, pathlib.Path("runs/papers")) for scale in ("small", "full")]
 HEADER = ["id", "shows", "runs: small", "full", "published", "claims"]

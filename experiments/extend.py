@@ -15,14 +15,13 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 
 from benchmarks._runner import Keep, earlier_result
 from rope_jax.analysis.intervals import student
 from rope_jax.config import Config, resolve_stored
 from rope_jax.data import Images, Streamed
-from rope_jax.evaluate import Evaluator, at_any_resolution
+from rope_jax.evaluate.accuracy import model_evaluator
 from rope_jax.evaluate.results import main_score
 from rope_jax.names.notation import Call, parse
 from rope_jax.names.text import markdown_table
@@ -30,8 +29,6 @@ from rope_jax.positions.extension import Extension
 from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
-from rope_jax.system.sharding import make_mesh, replicate
-from rope_jax.tasks import find_task
 from rope_jax.tasks.dense import side_multiple
 from rope_jax.training.setup import load_split
 
@@ -110,18 +107,7 @@ def first_images(images: Images | Streamed, count: int | None) -> Images | Strea
 def score(model: nnx.Module, config: Config, images: Any, rule: str) -> Row:
     """Main score (a fraction) of a model on images with a rule, and the number of images."""
     windows = config.eval.scale_windows
-    mesh = make_mesh()
-    graph, *weights = nnx.split(model)
-    evaluator = Evaluator(
-        at_any_resolution(graph, mesh, scale_windows=windows, extend=spell_out(rule)),
-        jax.device_put(weights, replicate(mesh)),
-        find_task(model),
-        mean=config.data.mean,
-        std=config.data.std,
-        batch_size=config.eval.batch_size,
-        mesh=mesh,
-        config=config,
-    )
+    evaluator = model_evaluator(model, config, scale_windows=windows, extend=spell_out(rule))
     (row,) = evaluator.score(images)
     return {"score": row[main_score(row)], "count": row["count"]}
 

@@ -45,11 +45,12 @@ from rope_jax.names.options import Count, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import unpack
-from rope_jax.papers.kinds import Artifact, Table, key_names
+from rope_jax.papers.kinds import Artifact, key_names
 from rope_jax.papers.lab import SETS as SETS_OF_IMAGENET
 from rope_jax.papers.lab import Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate
+from rope_jax.papers.tables import Table
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
 from rope_jax.system.cores import cores
@@ -180,6 +181,12 @@ def _only(artifacts: list[Artifact], lab: Lab) -> list[Artifact]:
     return [artifact for artifact in artifacts if artifact.wanted(lab)]
 
 
+def _jobs(artifacts: list[Artifact], lab: Lab) -> list[Job]:
+    """The commands of all runs, each once, by their stages."""
+    jobs = lab.jobs(run for artifact in artifacts for run in artifact.runs(lab))
+    return sorted(jobs, key=lambda job: job.stage)
+
+
 def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """What there is: the runs of each scale, and the cells that are filled in the workdir."""
     path = lab.workdir / "results.json"
@@ -188,7 +195,7 @@ def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tu
     for artifact in artifacts:
         counts = []
         for scale in ("smoke", "small", "full"):
-            jobs = dataclasses.replace(lab, scale=scale).jobs(artifact.runs(lab))
+            jobs = _jobs([artifact], dataclasses.replace(lab, scale=scale))
             counts.append(str(sum(job.words[0] == "train" for job in jobs)))
         done = progress(stored[artifact.id]) if artifact.id in stored else "-"
         rows.append((artifact.id, artifact.title, *counts, done))
@@ -197,10 +204,7 @@ def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tu
 
 def _print_plan(artifacts: list[Artifact], lab: Lab) -> None:
     """Prints the missing commands, one per line, each with what it costs."""
-    jobs: dict[Job, None] = {}
-    for artifact in artifacts:
-        jobs |= dict.fromkeys(job for job in lab.jobs(artifact.runs(lab)) if not job.done)
-    total = 0.0
+    jobs, total = [job for job in _jobs(artifacts, lab) if not job.done], 0.0
     for job in jobs:
         cost = estimate(job, lab.scale)
         total += cost.hours
@@ -227,8 +231,7 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
     At the scales smoke and small as many run at a time as a machine without a GPU has cores. A run
     that fails leaves its cells empty; the others go on.
     """
-    every = dict.fromkeys(job for a in artifacts for job in lab.jobs(a.runs(lab)))
-    jobs = sorted((job for job in every if not job.done), key=lambda job: job.stage)
+    jobs = [job for job in _jobs(artifacts, lab) if not job.done]
     count = min(cores(), len(jobs)) if lab.small_scale and not device.is_gpu() else 1
     numbers, failed = itertools.count(1), []
 

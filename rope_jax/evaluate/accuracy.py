@@ -16,8 +16,8 @@ from rope_jax.evaluate.results import Row
 from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.files import warn
-from rope_jax.system.sharding import replicate, use_mesh
-from rope_jax.tasks import seeds
+from rope_jax.system.sharding import make_mesh, replicate, use_mesh
+from rope_jax.tasks import find_task, seeds
 from rope_jax.tasks.evaluator import Apply, Evaluator, weights_rule
 from rope_jax.training.setup import Setup, State, load_split
 from rope_jax.training.signals import Signals
@@ -111,6 +111,22 @@ def state_evaluator(setup: Setup, state: State) -> Evaluator:
         std=config.data.std,
         batch_size=config.eval.batch_size,
         mesh=setup.mesh,
+        config=config,
+    )
+
+
+def model_evaluator(model: nnx.Module, config: Config, **options: Any) -> Evaluator:
+    """The evaluation of a run's model on images of any size; options are `at_resolution`'s."""
+    graph, *weights = nnx.split(model)
+    mesh = make_mesh()
+    return Evaluator(
+        at_any_resolution(graph, mesh, **options),
+        jax.device_put(weights, replicate(mesh)),
+        find_task(model),
+        mean=config.data.mean,
+        std=config.data.std,
+        batch_size=config.eval.batch_size,
+        mesh=mesh,
         config=config,
     )
 

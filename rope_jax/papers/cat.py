@@ -6,8 +6,9 @@ from typing import Any
 from rope_jax.models.registry import find_model
 from rope_jax.papers.claims import above
 from rope_jax.papers.drawings import decay
-from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config, setting_text
+from rope_jax.papers.figures import Drawing
 from rope_jax.papers.runs import Run
+from rope_jax.papers.tables import Settings, Table, recipe_config, setting_text
 
 _BATCH = {"cat_vit_5": 32, "dinov2_s14": 64, "beit_b16": 32}
 

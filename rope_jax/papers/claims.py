@@ -107,9 +107,8 @@ class Claim:
         model = "" if self.by == "model" else f", {name(run)}"
         data = "" if run.data == "imagenet" else f" on {run.data}"
         sides = f", at {', '.join(map(str, self.at))} px" if self.at else ""
-        return (
-            f"{self.better or 'default'} {relation} {self.worse or 'default'}{model}{data}{sides}"
-        )
+        names = f"{self.better or 'default'} {relation} {self.worse or 'default'}"
+        return f"{names}{model}{data}{sides}"
 
 
 def _average(value: Value, run: Run, sides: Sequence[int | None]) -> dict[int, float]:

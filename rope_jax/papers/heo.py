@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rope_jax.papers.claims import above, as_good
-from rope_jax.papers.kinds import Attention, Curves, Gains, Maps, Table, fourier_maps
+from rope_jax.papers.figures import Attention, Curves, Gains, Maps, fourier_maps
 from rope_jax.papers.runs import Run
+from rope_jax.papers.tables import Table
 
 VITS = ("ape", "rope2d", "rope_mixed")
 SUMS = ("rope2d+ape", "rope_mixed+ape")

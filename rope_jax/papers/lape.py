@@ -5,15 +5,9 @@ from typing import Any
 
 from rope_jax.config import Config
 from rope_jax.papers.claims import above
-from rope_jax.papers.kinds import (
-    Maps,
-    Settings,
-    Table,
-    correlation_maps,
-    recipe_config,
-    setting_text,
-)
+from rope_jax.papers.figures import Maps, correlation_maps
 from rope_jax.papers.runs import Run
+from rope_jax.papers.tables import Settings, Table, recipe_config, setting_text
 
 _MASK_RCNN = "Mask R-CNN"
 _CCT = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")

@@ -23,7 +23,8 @@ SETS = {
 }
 # Share of the peak that training reaches: an estimate, not measured.
 _SHARES = (("nat", 0.2), ("dinat", 0.2), ("swin", 0.2), ("ceit", 0.2), ("t2t", 0.2), ("", 0.4))
-_SECONDS = {"smoke": 8, "small": 100, "released": 600}  # of a run on two cores; measured, rounded
+# Of a run on two cores: of smoke measured, of the others estimated.
+_SECONDS = {"smoke": 8, "small": 100, "released": 600}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,7 @@ from typing import Any
 
 import jax
 
-from rope_jax.analysis.speed import (
-    PRECISIONS,
-    images_per_second,
-    rotation_sizes,
-    time_rotation,
-)
+from rope_jax.analysis.speed import images_per_second, rotation_sizes, time_rotation
 from rope_jax.config import model_overrides
 from rope_jax.papers.lab import Lab, Measured
 from rope_jax.papers.runs import stand_in
@@ -41,15 +36,14 @@ def throughput(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:
     """Tables 4.4 and D.1: images per second, or percent over RPB with the same kernel."""
     fused = key["kernel"] != "BMM"
     if fused and not _on_gpu():
-        return None, ON_GPU.format("thesis/table_4.4 or D.1")
+        return None, ON_GPU.format("thesis/table_4.4 thesis/table_D.1")
     speed = _speed(lab, key["model"], key["position"], fused)
     if key["quantity"] == "percent_over_rpb":
         speed = 100 * (speed / _speed(lab, key["model"], "rpb", fused) - 1)
     words = "a stand-in on a CPU: float32, batch 16"
     if _on_gpu():
-        words = "float16, batch 256" + (
-            "; fused: the library's choice on this GPU" if fused else ""
-        )
+        choice = "; fused: the library's choice on this GPU" if fused else ""
+        words = f"float16, batch 256{choice}"
     return _single(speed), words
 
 
@@ -81,7 +75,6 @@ def speedup(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:
 
 
 def _rotation(lab: Lab, size: tuple, precision: str, k_rope: int) -> dict[str, float]:
-    assert precision in PRECISIONS
     name = f"rotation {'x'.join(map(str, size))}, {precision}, k_rope={k_rope}"
     return _kept(lab, name, lambda: time_rotation(size, precision, k_rope=k_rope))
 

@@ -6,9 +6,10 @@ from typing import Any
 from rope_jax.analysis.speed import SIZES
 from rope_jax.papers.claims import above, as_good
 from rope_jax.papers.drawings import angles, channels
-from rope_jax.papers.kinds import Drawing, Settings, Table, recipe_config, setting_text
+from rope_jax.papers.figures import Drawing
 from rope_jax.papers.runs import Run
 from rope_jax.papers.speed import K_ROPES
+from rope_jax.papers.tables import Settings, Table, recipe_config, setting_text
 
 SIDES = (128, 192, 224, 256, 320, 384, 480, 512)
 LARGER = SIDES[3:]

@@ -9,10 +9,12 @@ import pytest
 from rope_jax.commands import evaluate, train
 from rope_jax.papers import published
 from rope_jax.papers.declared import ARTIFACTS, DECLARED, find_artifacts, sides_by_model
-from rope_jax.papers.kinds import Artifact, Curves, Gains, Settings, Table, agrees
+from rope_jax.papers.figures import Curves, Gains
+from rope_jax.papers.kinds import Artifact
 from rope_jax.papers.lab import Lab
 from rope_jax.papers.published import same_position
 from rope_jax.papers.runs import Run, stand_in
+from rope_jax.papers.tables import Settings, Table, agrees
 
 IDS = {
     "thesis": "table_3.1 figure_3.1 table_4.1 table_4.2 table_4.3 table_4.4 table_A.1 table_A.2 "

@@ -1,0 +1,290 @@
+"""Figures of runs and of definitions: the words of the papers' declarations."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rope_jax.analysis import plots
+from rope_jax.analysis.analyses import image_batches
+from rope_jax.analysis.attention import attention_statistics
+from rope_jax.analysis.correlation import layer_positions, middle_token, position_correlation
+from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
+from rope_jax.papers.kinds import (
+    MISSING,
+    Artifact,
+    Cell,
+    explain,
+    given_dataset,
+    given_runs,
+    given_sides,
+    lab_words,
+    make_cell,
+)
+from rope_jax.papers.lab import Lab, Measured
+from rope_jax.papers.published import find_published
+from rope_jax.papers.runs import Run
+from rope_jax.runs.loading import LoadedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines(Artifact):
+    """A figure of runs, by default of those that the paper trains.
+
+    Attributes:
+        lines: the runs.
+    """
+
+    lines: Sequence[Run] = ()
+
+    def runs(self, lab: Lab) -> list[Run]:
+        if lab.given is not None:
+            return given_runs(lab)
+        own = [run.with_position(scheme) for scheme in lab.schemes for run in self.lines]
+        return [run for run in dict.fromkeys([*self.lines, *own]) if lab.wants(run)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves(Lines):
+    """Accuracy over test resolution: a panel for each model, a line for each scheme.
+
+    Attributes:
+        at: test sides in pixels.
+        source: table of published numbers, drawn dashed.
+    """
+
+    at: Sequence[int] = ()
+    source: str = "heo/code"
+
+    quantity, label, zero = "top1", "top-1 accuracy (%)", False
+
+    def sides(self) -> dict[str, set[int]]:
+        return {run.sized: set(self.at) for run in self.lines}
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        made = []
+        for run in self.runs(lab):
+            data = {"dataset": run.data if lab.given is None else given_dataset(lab)}
+            name = {"model": run.model, "position": run.position, "options": run.options}
+            for side in self.at if lab.given is None else given_sides(lab, run):
+                key = data | {"resolution": [side, side], "quantity": "top1"}
+                printed = find_published(**name, **key)
+                ours = lab.measured(lab.scores(run, side))
+                key = {k: v for k, v in name.items() if v} | key | {"quantity": self.quantity}
+                shown = [c.value for c in printed if lab.given or c.artifact == self.source]
+                note = explain(lab, run, side, None, ours)
+                made.append(make_cell(key, next(iter(shown), None), ours, note))
+        return made
+
+    def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
+        ours, printed = by_panel(lab, cells, "ours"), by_panel(lab, cells, "published")
+        if lab.small_scale and lab.given is None:  # of other images: in panels of their own
+            printed = {f"{name}: published, ImageNet-1k": lines for name, lines in printed.items()}
+            ours |= {name: {} for name, lines in printed.items() if any(lines.values())}
+        columns = 2 if len(ours) in (2, 4) else 3
+        x, title = "test resolution (pixels)", f"{self.title}\n{lab_words(lab)}"
+        words = {"title": title, "x": x, "y": self.label, "zero": self.zero}
+        plots.curves_by_panel(ours, printed, path, columns=columns, **words)
+        return [path]
+
+
+def by_panel(lab: Lab, cells: Sequence[Cell], name: str) -> dict[str, dict[str, dict[int, float]]]:
+    """Model, or what stands in for it -> scheme -> side -> number of cells."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    apart = lab.small_scale and lab.given is None and name == "ours"
+    models = {(c["key"]["model"], c["key"]["position"], c["key"].get("options")) for c in cells}
+    schemes = [(model, position) for model, position, _ in models]
+    for each in cells:
+        key, number = each["key"], each[name]
+        number = number["mean"] if isinstance(number, dict) else number
+        several = schemes.count((key["model"], key["position"])) > 1
+        label = ", ".join(filter(None, (key["position"], several and key.get("options"))))
+        run, side = Run(key["model"], key["position"]), key["resolution"][0]
+        panel = run.model
+        if apart:
+            panel, side = lab.model_name(run), lab.test_size(run, side)
+        line = panels.setdefault(panel, {}).setdefault(label, {})
+        if number is not None:
+            line[side] = number
+    return panels
+
+
+@dataclasses.dataclass(frozen=True)
+class Gains(Curves):
+    """Improvement in accuracy over each model's first scheme, over test resolution."""
+
+    quantity, label, zero = "top1_gain", "percentage points", True
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        bases: dict[tuple, Cell] = {}  # model and side -> cell of the first scheme
+        made = []
+        for each in super().cells(lab):
+            base = bases.setdefault((each["key"]["model"], *each["key"]["resolution"]), each)
+            if base is not each:
+                numbers = [each["published"], base["published"]]
+                value = None if None in numbers else round(numbers[0] - numbers[1], 3)
+                ours = _difference(each["ours"], base["ours"])
+                made.append(each | {"published": value, "ours": ours})
+        return made
+
+
+def _difference(ours: Measured | None, base: Measured | None) -> Measured | None:
+    """The difference of two means, without an interval: claims have that of paired seeds."""
+    if ours is None or base is None:
+        return None
+    return ours | {"mean": ours["mean"] - base["mean"], "interval": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Lines):
+    """Attention distance or entropy by layer: a panel for each test size, a line for each scheme.
+
+    Attributes:
+        at: test sides in pixels.
+        statistic: "distance" (tokens) or "entropy" (nats).
+    """
+
+    at: Sequence[int] = ()
+    statistic: str = "distance"
+
+    @property
+    def quantity(self) -> str:
+        return f"attention {self.statistic}"
+
+    def layers(self, lab: Lab, run: Run, side: int | None) -> dict[int, tuple[str, list[float]]]:
+        """The statistic of each layer, the mean of its heads, by seed."""
+        size = lab.test_size(run, 224 if side is None else side)
+        count = lab.count or (32 if lab.scale == "smoke" else 256)
+
+        def measure(loaded: LoadedModel) -> dict[str, list[float]]:
+            images = lab.data.get("imagenet") if lab.scale == "released" else None
+            batches = image_batches(loaded, images, str(size), count, 32)
+            statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
+            return {
+                name: [float(np.mean(heads)) for heads in getattr(statistics, name)]
+                for name in ("distance", "entropy")
+            }
+
+        values = lab.analyse(run, f"attention_{size}_{count}", measure)
+        return {seed: (folder, value[self.statistic]) for seed, (folder, value) in values.items()}
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        made = []
+        for run in self.runs(lab):
+            for side in self.at:
+                by_seed = self.layers(lab, run, side)
+                depth = min((len(layers) for _, layers in by_seed.values()), default=12)
+                for layer in range(depth):
+                    values = {s: (folder, x[layer]) for s, (folder, x) in by_seed.items()}
+                    key = {"model": run.model, "position": run.position, "layer": layer + 1}
+                    key |= {"resolution": [side, side], "quantity": self.quantity}
+                    ours = lab.measured(values)
+                    note = explain(lab, run, side, None, ours)
+                    made.append(make_cell(key, None, ours, note))
+        return made
+
+    def value(self, lab: Lab, run: Run, side: int | None) -> dict[int, float]:
+        """The mean over the middle third of the layers."""
+        middle = lambda x: float(np.mean(x[len(x) // 3 : -(-2 * len(x) // 3)]))
+        return {seed: middle(x) for seed, (_, x) in self.layers(lab, run, side).items()}
+
+    def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
+        panels: dict[str, dict[str, dict[int, float]]] = {}
+        for each in cells:
+            key, ours = each["key"], each["ours"]
+            line = panels.setdefault(f"{key['resolution'][0]} px", {})
+            points = line.setdefault(key["position"], {})
+            if ours is not None:
+                points[key["layer"]] = ours["mean"]
+        unit = {"distance": "tokens", "entropy": "nats"}[self.statistic]
+        title, y = f"{self.title}\n{lab_words(lab)}", f"{self.quantity} ({unit})"
+        plots.curves_by_panel(panels, {}, path, title=title, x="layer", y=y)
+        return [path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps(Lines):
+    """Maps of trained models side by side: one row for each run.
+
+    Attributes:
+        maps: of a loaded model: name -> map.
+        label: of the colour bar.
+        missing: quantities of each run that are not built yet, and what they need.
+    """
+
+    maps: Callable[[LoadedModel], dict[str, np.ndarray]] | None = None
+    label: str = ""
+    missing: Sequence[tuple[str, str]] = ()
+
+    @property
+    def quantity(self) -> str:
+        return self.label
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        made = []
+        for run in self.runs(lab):
+            key = {"model": run.model, "position": run.position}
+            values, ours = lab.analyse(run, self.name, self.maps), None
+            if values:
+                folders = [folder for folder, _ in values.values()]
+                ours = {"mean": None, "interval": None, "seeds": sorted(values), "runs": folders}
+            note = "drawn" if values else "not trained yet"
+            made.append(make_cell(key | {"quantity": "map"}, None, ours, note))
+            for quantity, piece in self.missing:
+                made.append(
+                    make_cell(key | {"quantity": quantity}, None, None, MISSING.format(piece))
+                )
+        return made
+
+    def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
+        shown: dict[str, np.ndarray] = {}
+        rows = 0
+        for run in self.runs(lab):
+            for _, maps in [*lab.analyse(run, self.name, self.maps).values()][:1]:
+                shown |= {f"{run.position}\n{name}": np.array(x) for name, x in maps.items()}
+                rows += 1
+        if not shown:
+            return []
+        words = {"title": f"{self.title}\n{lab_words(lab)}", "label": self.label}
+        plots.panels(shown, path, mark=None, columns=min(len(shown) // rows, 6), **words)
+        return [path]
+
+
+def fourier_maps(loaded: LoadedModel) -> dict[str, np.ndarray]:
+    """A point in the middle and one near a corner, reconstructed from a scheme's frequencies."""
+    position, grid = loaded.model.positions(loaded.image_size)[0]
+    freqs = frequencies(position, grid)
+    corner = (grid[0] // 4, grid[1] // 4)
+    return {
+        "middle": fourier_reconstruction(freqs, grid),
+        "near a corner": fourier_reconstruction(freqs, grid, centre=corner),
+    }
+
+
+def correlation_maps(loaded: LoadedModel) -> dict[str, np.ndarray]:
+    """Cosine similarity of the middle token's position with all others, in each layer."""
+    grid = loaded.model.grids(loaded.image_size)[0]
+    layers = position_correlation(layer_positions(loaded.model, grid), grid, middle_token(grid))
+    return {f"layer {number}": layer for number, layer in enumerate(layers, 1)}
+
+
+Content = tuple[list[Cell], Callable[[pathlib.Path], None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing(Artifact):
+    """A figure that follows from definitions: no run is needed.
+
+    Attributes:
+        content: of the user's schemes: its cells, and a function that draws it.
+    """
+
+    content: Callable[[Sequence[str]], Content] | None = None
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        return self.content(lab.schemes)[0]
+
+    def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
+        self.content(lab.schemes)[1](path)
+        return [path]

@@ -1,0 +1,221 @@
+"""Tables of numbers and of settings: the words of the papers' declarations."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from rope_jax.config import Config, load_recipe, model_overrides, resolve
+from rope_jax.evaluate.accuracy import model_evaluator
+from rope_jax.models.cost import cost
+from rope_jax.papers.claims import Verdict
+from rope_jax.papers.kinds import (
+    MISSING,
+    Artifact,
+    Cell,
+    Key,
+    explain,
+    given_dataset,
+    key_names,
+    make_cell,
+)
+from rope_jax.papers.lab import Lab, Measured
+from rope_jax.papers.published import Cell as PublishedCell
+from rope_jax.papers.published import published
+from rope_jax.papers.runs import Run
+from rope_jax.papers.speed import speedup, throughput
+from rope_jax.runs.loading import LoadedModel
+from rope_jax.training.setup import load_split
+from rope_jax.weights.create import create_model
+
+SPEEDS = ("images_per_second", "percent_over_rpb")
+
+
+def _with_schemes(keys: Iterable[Key], schemes: Sequence[str]) -> list[Key]:
+    """Keys, and those of the user's schemes in the same places."""
+    keys = list(keys)
+    own = [{**key, "position": scheme} for scheme in schemes for key in keys if key.get("position")]
+    by_text = {json.dumps(key, sort_keys=True): key for key in [*keys, *own]}
+    return list(by_text.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Table(Artifact):
+    """A table of numbers: its cells are those that the paper prints.
+
+    Attributes:
+        run: the run of a cell's key; None for one that no run gives.
+        source: whose published cells it has, if not its own: "lape/main_text"; "" for none.
+        more: keys of cells without a published number; "missing" is what they need.
+        columns: the entry of the keys that its columns differ in.
+    """
+
+    run: Callable[[Key], Run | None] = lambda key: None
+    source: str | None = None
+    more: Sequence[Key] = ()
+    columns: str = "position"
+
+    @property
+    def printed(self) -> Sequence[PublishedCell]:
+        """Its published cells."""
+        source = self.id if self.source is None else self.source
+        return published(source) if source else ()
+
+    def keys(self, lab: Lab) -> dict[str, tuple[Key, Any]]:
+        """The keys of its cells with their published numbers, by their text."""
+        cells = [(dict(c.key), c.value) for c in self.printed]
+        if lab.given is not None:
+            data = given_dataset(lab)  # "imagenet" has further sets, as "imagenet_v2"
+            cells = [
+                (key, value)
+                for key, value in cells
+                if key.get("dataset", "").startswith(data)
+                and (run := self.run(key)) is not None
+                and lab.rows(run)
+            ]
+        by_text = {json.dumps(key, sort_keys=True): (key, value) for key, value in cells}
+        for key in [*self.more, *_with_schemes([key for key, _ in cells], lab.schemes)]:
+            by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
+        names = {*lab.only}
+        wants = lambda key: not names or not names.isdisjoint(key_names(key))
+        return {text: cell for text, cell in by_text.items() if wants(cell[0])}
+
+    def wanted(self, lab: Lab) -> bool:
+        return bool(self.keys(lab))
+
+    def runs(self, lab: Lab) -> list[Run]:
+        found = (self.run(key) for key, _ in self.keys(lab).values())
+        return [run for run in dict.fromkeys(found) if run is not None]
+
+    def sides(self) -> dict[str, set[int]]:
+        sides: dict[str, set[int]] = {}
+        for cell in self.printed:
+            if "resolution" in cell.key and (run := self.run(cell.key)):
+                sides.setdefault(run.sized, set()).add(cell.key["resolution"][0])
+        return sides
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        made = []
+        for key, value in self.keys(lab).values():
+            ours, note = self.measure(lab, key)
+            shown = {name: word for name, word in key.items() if name != "missing"}
+            made.append(make_cell(shown, value, ours, note))
+        return made
+
+    def measure(self, lab: Lab, key: Key) -> tuple[Measured | None, str]:
+        """Our number of a cell, and a note."""
+        quantity, run = key["quantity"], self.run(key)
+        if quantity in SPEEDS:
+            return throughput(lab, key)
+        if "precision" in key:
+            return speedup(lab, key)
+        if quantity.startswith("operations"):
+            return count_operations(key)
+        if run is None or (not run.recipe and lab.scale != "released"):
+            return None, MISSING.format(key.get("missing", "its training"))
+        if quantity == "train_top1":
+            return lab.measured(lab.analyse(run, "train", train_accuracy)), ""
+        side = key.get("resolution", [None])[0] if run.task == "classify" else None
+        dataset = key.get("dataset") if run.task == "classify" else None
+        views = "multi-scale" if "multi-scale" in key.get("task", "") else ""
+        ours = lab.measured(lab.scores(run, side, dataset=dataset, views=views))
+        return ours, explain(lab, run, side, dataset, ours)
+
+    @property
+    def quantity(self) -> str:
+        keys = [*(cell.key for cell in self.printed), *self.more]
+        return ", ".join(dict.fromkeys(key["quantity"] for key in keys))
+
+
+def train_accuracy(loaded: LoadedModel) -> float:
+    """Top-1 accuracy of a run's model on its training images, in percent."""
+    config = loaded.config
+    evaluator = model_evaluator(loaded.model, config)
+    (row,) = evaluator.score(load_split(config, "train"))
+    return 100 * row["top1"]
+
+
+def count_operations(key: Key) -> tuple[Measured, str]:
+    """Multiply-adds of a model at the paper's size, and for each parameter."""
+    size, options = tuple(key["resolution"]), model_overrides(key.get("options", ""))
+    model = nnx.eval_shape(
+        lambda: create_model(key["model"], position=key["position"], image_size=size, **options)
+    )
+    modules = cost(model, size)
+    count = sum(module.multiply_adds for module in modules)
+    parameters = sum(module.parameters for module in modules)
+    number = count if key["quantity"] == "operations" else count / parameters
+    note = (
+        "counted with the products of attention and all parameters; the paper's counter (thop) "
+        "leaves out both the products and what is no linear layer, convolution or norm"
+    )
+    return {"mean": float(number), "interval": None, "seeds": [], "runs": []}, note
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Artifact):
+    """A table of settings: the printed ones beside those of our recipes.
+
+    Attributes:
+        ours: a cell's key -> our value in words; None if there is no such setting.
+        scores: what was measured with these settings.
+    """
+
+    ours: Callable[[Key], str | None] = lambda key: None
+    scores: Table | None = None
+
+    quantity = "settings"
+
+    @property
+    def _scores(self) -> list[Table]:
+        return [dataclasses.replace(self.scores, paper=self.paper)] if self.scores else []
+
+    def runs(self, lab: Lab) -> list[Run]:
+        return [run for table in self._scores for run in table.runs(lab)]
+
+    def sides(self) -> dict[str, set[int]]:
+        return {name: at for table in self._scores for name, at in table.sides().items()}
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        made = []
+        for printed in published(self.id):
+            ours = self.ours(printed.key)
+            note = "no such setting here" if ours is None else "differs"
+            if ours is not None and agrees(printed.value, ours):
+                note = ""
+            made.append(make_cell(printed.key, str(printed.value), ours, note))
+        return made + [x for table in self._scores for x in table.cells(lab)]
+
+    def verdicts(self, lab: Lab) -> list[Verdict]:
+        return [verdict for table in self._scores for verdict in table.verdicts(lab)]
+
+
+def setting_text(value: Any) -> str:
+    """A setting of a config as a table shows it.
+
+    >>> setting_text(310.0), setting_text(1e-06), setting_text("adamw")
+    ('310', '1e-06', 'adamw')
+    """
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def agrees(printed: Any, ours: str) -> bool:
+    """Whether a printed setting is ours.
+
+    >>> agrees("5e - 2", "0.05"), agrees("Cosine annealing w/ warmup", "cosine")
+    (True, True)
+    """
+    text = str(printed).replace(" ", "")
+    try:
+        return float(text) == float(ours)
+    except ValueError:
+        return ours.replace(" ", "").lower() in text.lower()
+
+
+@functools.cache
+def recipe_config(recipe: str) -> Config:
+    """The config of a recipe."""
+    return resolve(load_recipe(recipe))
