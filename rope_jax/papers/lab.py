@@ -31,7 +31,7 @@ SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagen
 _HEADS = {"deit3": "linear(cells=4)", "vit_adapter": "upernet(width=32)"}
 _TINY_DINO = (
     "dino(width=32,levels=1,groups=4,heads=2,points=1,encoder_depth=1,decoder_depth=1,hidden=32,"
-    "queries=12,denoising=2,detections=12)"
+    "queries=12,denoising=0,detections=12)"
 )
 
 
@@ -47,7 +47,7 @@ class Job:
 
     words: tuple[str, ...]
     result: pathlib.Path
-    stage: float = 0
+    stage: int = 0
 
     @property
     def done(self) -> bool:
@@ -142,7 +142,7 @@ class Lab:
             for seed in self.all_seeds:
                 for number, stage in enumerate(self.stages(run)):
                     for job in self._stage_jobs(stage, seed):
-                        after = number + 0.5 * (job.words[0] == "evaluate")
+                        after = number + (job.words[0] == "evaluate")
                         jobs.setdefault(job.result, dataclasses.replace(job, stage=after))
         return list(jobs.values())
 
