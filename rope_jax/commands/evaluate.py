@@ -62,6 +62,7 @@ def _parser() -> CommandParser:
         help="224,384,224x320; default: the training resolution, or of boxes in images that differ "
         "in size the frame of the WORKDIR's evaluation or fit(short=800,long=1333)",
     )
+    add("--limit", type=Argument(Count), help="of the images of --images, evenly spaced")
     add(
         "--crop",
         type=fraction,
@@ -114,10 +115,10 @@ def _check(args: argparse.Namespace, has_split: bool, task: Task) -> None:
             raise ConfigError(
                 f"--{flags[0]} is for models that {other.does}, and this one does not: leave it out"
             )
-    if args.dataset is None and (args.crop or args.interpolation):
+    if args.dataset is None and (args.crop or args.interpolation or args.limit):
         raise ConfigError(
-            "--crop and --interpolation are of --images: a WORKDIR's test split is prepared as in "
-            "training"
+            "--crop, --interpolation and --limit are of --images: a WORKDIR's test split is "
+            "evaluated whole, prepared as in training"
         )
 
 

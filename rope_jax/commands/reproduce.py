@@ -41,7 +41,7 @@ from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import ConfigError, in_one_line
 from rope_jax.names.notation import items
-from rope_jax.names.options import Count, Range
+from rope_jax.names.options import Count, Range, Share
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import unpack
@@ -92,6 +92,10 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
     add("--runs", help="workdirs of your own runs, separated by commas, instead of the papers'")
     add("--minutes", type=float, help="stop when they are over, after the runs in progress")
     add("--count", type=Argument(Count), help="images of attention statistics; default: 256")
+    place, token = tuple[Share, Share], "figures of maps: place y,x of the token, such as 0.5,0.25"
+    add("--token", type=Argument(place), action="append", default=[], help=token)
+    limit = "images of each set, evenly spaced, at scale released; default: all"
+    add("--limit", type=Argument(Count), help=limit)
     add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/papers"), help="for everything")
     add("--weights_dir", help="folder with files of published weights")
     add("--plan", action="store_true", help="print the commands that are missing, and stop")
@@ -163,6 +167,8 @@ def _lab(args: argparse.Namespace) -> Lab:
         given=given,
         count=args.count,
         epochs=args.epochs,
+        tokens=tuple(args.token),
+        limit=args.limit,
         only=tuple(items(args.only)) if args.only else (),
         plugins=tuple(getattr(args, "plugins", [])),
     )

@@ -69,6 +69,8 @@ class Evaluation:
         else:
             crop = self.preprocessing.crop_notation
             images = self.task.open(dataset, folder, self.size, crop)
+            if limit := self.arguments["limit"]:
+                images = dataclasses.replace(images, source=images.source.spread(limit))
         size = None if self.arguments["resolutions"] is None else self.size
         frame = self.config and self.config.eval.frame
         return images if images.one_size else self.task.frame_images(images, size, frame)

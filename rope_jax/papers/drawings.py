@@ -12,6 +12,7 @@ from rope_jax.analysis import plots
 from rope_jax.analysis.rotation import READINGS, rotation_angles
 from rope_jax.positions import PerLayer, Stage, create_position
 from rope_jax.positions.frequencies import ladder
+from rope_jax_kernels import Rotation
 
 HEAD_DIM, WIDTHS, HEADS = 32, (256, 512), 8
 PARTS = ("stays", "x, real", "x, imaginary", "y, real", "y, imaginary")
@@ -23,20 +24,43 @@ def _cell(key: dict[str, Any], ours: Any, published: Any = None, note: str = "")
     return {"key": key, "published": published, "ours": ours, "note": note}
 
 
+def _rotation(position: str, **sizes: int) -> Rotation | None:
+    """The rotation of one layer by a scheme, if it has one."""
+    stage = Stage(depth=1, grid=(4, 4), **sizes)
+    return create_position(position, stage, rngs=nnx.Rngs(0)).terms((4, 4)).rotation
+
+
+def _frequencies(rotation: Rotation) -> np.ndarray:
+    """Frequencies [heads, axes, pairs] of one layer."""
+    freqs = rotation.freqs
+    return np.asarray(freqs.value[0] if isinstance(freqs, PerLayer) else freqs)
+
+
+def _ladders(schemes: Sequence[str], width: int) -> dict[str, np.ndarray]:
+    """The frequencies of each rotary scheme that are not zero, of all heads, the stronger axis."""
+    sizes = {"heads": HEADS, "head_dim": width // HEADS, "channels": width}
+    rotations = {name: _rotation(name, **sizes) for name in schemes}
+    ladders = {
+        name: np.abs(_frequencies(rotation)).max(1).ravel()
+        for name, rotation in rotations.items()
+        if rotation is not None
+    }
+    return {name: ladder[ladder > 0] for name, ladder in ladders.items()}
+
+
 def channel_parts(position: str, head_dim: int = HEAD_DIM) -> list[str]:
     """What a rotary scheme does with each channel of a head, an entry of PARTS.
 
     >>> channel_parts("axial_rope", 8)[:5]
     ['y, real', 'x, real', 'y, imaginary', 'x, imaginary', 'stays']
     """
-    stage = Stage(depth=1, heads=1, head_dim=head_dim, channels=head_dim, grid=(4, 4))
-    rotation = create_position(position, stage, rngs=nnx.Rngs(0)).terms((4, 4)).rotation
+    rotation = _rotation(position, heads=1, head_dim=head_dim, channels=head_dim)
     if rotation is None:
         raise ValueError(f"{position} turns no channels: name a rotary scheme")
-    freqs = rotation.freqs.value[0] if isinstance(rotation.freqs, PerLayer) else rotation.freqs
+    freqs = _frequencies(rotation)
     axes = "yx" if freqs.shape[1] == 2 else "x"  # coordinates are (y, x)
     pairs, parts = freqs.shape[-1], ["stays"] * head_dim
-    for pair, strengths in enumerate(np.abs(np.asarray(freqs[0])).T):
+    for pair, strengths in enumerate(np.abs(freqs[0]).T):
         axis = axes[int(strengths.argmax())]
         half = rotation.pairing == "half"
         real, imaginary = (pair, pairs + pair) if half else (2 * pair, 2 * pair + 1)
@@ -67,6 +91,10 @@ def angles(schemes: Sequence[str]):
         panels[f"d = {width}"] = {
             READINGS[name][1]: dict(enumerate(curve)) for name, curve in curves.items()
         }
+        for name, steps in _ladders(schemes, width).items():
+            places = np.linspace(0, width, len(steps), endpoint=False)
+            panels[f"d = {width}"][name] = dict(zip(places, steps, strict=True))
+            curves[name] = np.interp(np.arange(width), places, steps)
         for name, curve in curves.items():
             for dimension in (0, width // 4, width // 2, 3 * width // 4, width - 1):
                 key = {"reading": name, "width": width, "dimension": dimension, "quantity": "angle"}
@@ -96,6 +124,9 @@ def decay(schemes: Sequence[str]):
             "cat_rope": dict(zip(depth, ours, strict=True)),
             "as printed: 10000^(-x)": {x: 10_000.0**-x for x in np.linspace(0, 1, 11)},
         }
+        for name, steps in _ladders(schemes, WIDTHS[0]).items():
+            places = np.linspace(0, 1, len(steps), endpoint=False)
+            curves[name] = dict(zip(places, np.sort(steps)[::-1], strict=True))
         labels = {"x": "feature dimension, relative", "y": "frequency (radians per unit)"}
         plots.curves_by_panel({"": curves}, {}, path, title="Decay curve", **labels)
 

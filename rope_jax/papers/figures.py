@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rope_jax.analysis import plots
 from rope_jax.analysis.analyses import image_batches
 from rope_jax.analysis.attention import attention_statistics
-from rope_jax.analysis.correlation import layer_positions, middle_token, position_correlation
+from rope_jax.analysis.correlation import layer_positions, position_correlation
 from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
 from rope_jax.papers.kinds import (
     MISSING,
@@ -25,7 +26,10 @@ from rope_jax.papers.kinds import (
 from rope_jax.papers.lab import Lab, Measured
 from rope_jax.papers.published import find_published
 from rope_jax.papers.runs import Run
+from rope_jax.positions.grids import Grid
 from rope_jax.runs.loading import LoadedModel
+
+Tokens = Sequence[tuple[float, float]]  # places (y, x) on a map, as shares of its sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +189,8 @@ class Attention(Lines):
         return made
 
     def value(self, lab: Lab, run: Run, side: int | None) -> dict[int, float]:
-        """The mean over the middle third of the layers."""
-        middle = lambda x: float(np.mean(x[len(x) // 3 : -(-2 * len(x) // 3)]))
+        """The mean over the middle layers, 4 to 8 of 12."""
+        middle = lambda x: float(np.mean(x[len(x) // 4 : -(-2 * len(x) // 3)]))
         return {seed: middle(x) for seed, (_, x) in self.layers(lab, run, side).items()}
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
@@ -208,12 +212,14 @@ class Maps(Lines):
     """Maps of trained models side by side: one row for each run.
 
     Attributes:
-        maps: of a loaded model: name -> map.
+        maps: of a loaded model and tokens: name -> map.
+        tokens: unless --token names others.
         label: of the colour bar.
         missing: quantities of each run that are not built yet, and what they need.
     """
 
-    maps: Callable[[LoadedModel], dict[str, np.ndarray]] | None = None
+    maps: Callable[[LoadedModel, Tokens], dict[str, np.ndarray]] | None = None
+    tokens: Tokens = ((0.5, 0.5),)
     label: str = ""
     missing: Sequence[tuple[str, str]] = ()
 
@@ -225,7 +231,7 @@ class Maps(Lines):
         made = []
         for run in self.runs(lab):
             key = {"model": run.model, "position": run.position}
-            values, ours = lab.analyse(run, self.name, self.maps), None
+            values, ours = self._values(lab, run), None
             if values:
                 folders = [folder for folder, _ in values.values()]
                 ours = {"mean": None, "interval": None, "seeds": sorted(values), "runs": folders}
@@ -237,11 +243,16 @@ class Maps(Lines):
                 )
         return made
 
+    def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, np.ndarray]]]:
+        tokens = lab.tokens or self.tokens
+        name = f"{self.name}_{zlib.crc32(str(tokens).encode()):08x}"
+        return lab.analyse(run, name, lambda loaded: self.maps(loaded, tokens))
+
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
         shown: dict[str, np.ndarray] = {}
         rows = 0
         for run in self.runs(lab):
-            for _, maps in [*lab.analyse(run, self.name, self.maps).values()][:1]:
+            for _, maps in [*self._values(lab, run).values()][:1]:
                 shown |= {f"{run.position}\n{name}": np.array(x) for name, x in maps.items()}
                 rows += 1
         if not shown:
@@ -251,22 +262,26 @@ class Maps(Lines):
         return [path]
 
 
-def fourier_maps(loaded: LoadedModel) -> dict[str, np.ndarray]:
-    """A point in the middle and one near a corner, reconstructed from a scheme's frequencies."""
+def fourier_maps(loaded: LoadedModel, tokens: Tokens) -> dict[str, np.ndarray]:
+    """The points at tokens, reconstructed from a scheme's frequencies."""
     position, grid = loaded.model.positions(loaded.image_size)[0]
     freqs = frequencies(position, grid)
-    corner = (grid[0] // 4, grid[1] // 4)
-    return {
-        "middle": fourier_reconstruction(freqs, grid),
-        "near a corner": fourier_reconstruction(freqs, grid, centre=corner),
-    }
+    points = [_token(place, grid) for place in tokens]
+    return {f"token {at}": fourier_reconstruction(freqs, grid, centre=at) for at in points}
 
 
-def correlation_maps(loaded: LoadedModel) -> dict[str, np.ndarray]:
-    """Cosine similarity of the middle token's position with all others, in each layer."""
+def correlation_maps(loaded: LoadedModel, tokens: Tokens) -> dict[str, np.ndarray]:
+    """Cosine similarity of the first token's position with all others, in each layer."""
     grid = loaded.model.grids(loaded.image_size)[0]
-    layers = position_correlation(layer_positions(loaded.model, grid), grid, middle_token(grid))
+    row, column = _token(tokens[0], grid)
+    token = row * grid[1] + column
+    layers = position_correlation(layer_positions(loaded.model, grid), grid, token)
     return {f"layer {number}": layer for number, layer in enumerate(layers, 1)}
+
+
+def _token(place: tuple[float, float], grid: Grid) -> Grid:
+    """The token at a place; (0.5, 0.5) is the middle one, rounded down as in LaPE's code."""
+    return tuple(int(share * (side - 1)) for share, side in zip(place, grid, strict=True))
 
 
 Content = tuple[list[Cell], Callable[[pathlib.Path], None]]

@@ -56,8 +56,13 @@ def _table_5(key: Mapping[str, Any]) -> Run:
 
 
 _BASE = [vit("b", position) for position in VITS]
+_MIDDLE = [
+    claim
+    for side in (128, 224, 384)
+    for scheme in ("rope_mixed", "rope2d")
+    for claim in above(scheme, "ape", at=(side,))
+]
 _RAISES = [*above("rope_mixed", "ape"), *above("rope2d", "ape")]
-_DENSE_VIT = [*_RAISES, *above("rope_mixed+ape", "ape")]
 _DENSE_SWIN = [*above("rope_mixed", "rpb"), *above("rope2d(base=50)", "rpb")]
 
 ARTIFACTS = (
@@ -66,9 +71,10 @@ ARTIFACTS = (
         "A point reconstructed by Axial and Mixed",
         lines=[vit("b", "rope2d"), vit("b", "rope_mixed")],
         maps=fourier_maps,
+        tokens=((0.5, 0.5), (0.25, 0.25)),
         label="relative to the point",
         note="the paper prints neither the size of the map nor the two positions: here the middle "
-        "and a quarter of the side",
+        "and a quarter of the side, or those of --token",
     ),
     Attention(
         "figure_2",
@@ -76,7 +82,8 @@ ARTIFACTS = (
         lines=_BASE,
         at=(128, 224, 384),
         statistic="distance",
-        claims=[c for at in ((128,), (224,), (384,)) for c in above("rope_mixed", "ape", at=at)],
+        claims=_MIDDLE,
+        note="claims are about the middle layers, 4 to 8 of 12",
     ),
     Attention(
         "figure_3",
@@ -84,8 +91,8 @@ ARTIFACTS = (
         lines=_BASE,
         at=(128, 224, 384),
         statistic="entropy",
-        note="in nats; the paper names no unit",
-        claims=[c for at in ((128,), (224,), (384,)) for c in above("rope_mixed", "ape", at=at)],
+        note="in nats; the paper names no unit; claims are about the middle layers, 4 to 8 of 12",
+        claims=_MIDDLE,
     ),
     Curves(
         "figure_4",
@@ -131,10 +138,15 @@ ARTIFACTS = (
         "table_1",
         "Detection with DINO-ViTDet",
         run=_dense("dino", "vit_"),
-        claims=_DENSE_VIT,
+        claims=[*_RAISES, *above("rope_mixed+ape", "ape")],
     ),
     Table("table_2", "Detection with DINO-Swin", run=_dense("dino"), claims=_DENSE_SWIN),
-    Table("table_3", "Segmentation with UperNet", run=_dense("upernet"), claims=_DENSE_VIT),
+    Table(
+        "table_3",
+        "Segmentation with UperNet",
+        run=_dense("upernet"),
+        claims=[*_RAISES, *above("rope_mixed+ape", *VITS, "rope2d+ape")],
+    ),
     Table(
         "table_4",
         "Segmentation with Mask2Former",

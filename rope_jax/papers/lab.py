@@ -71,6 +71,8 @@ class Lab:
         count: test images of analyses; None for the scale's.
         epochs: of training at the scale small, instead of the default.
         plugins: of the user.
+        tokens: places (y, x) as shares of the map, instead of those of a figure of maps.
+        limit: images of each evaluation at the scale released; None for all.
         only: models, schemes or options of the rows and lines to make; none for all.
     """
 
@@ -85,6 +87,8 @@ class Lab:
     count: int | None = None
     epochs: float | None = None
     plugins: tuple[str, ...] = ()
+    tokens: tuple[tuple[float, float], ...] = ()
+    limit: int | None = None
     only: tuple[str, ...] = ()
 
     def wants(self, run: Run | None) -> bool:
@@ -104,7 +108,7 @@ class Lab:
     @property
     def folder(self) -> pathlib.Path:
         """Of the runs of this scale, these images and this length."""
-        asked = [*sorted(self.data.items()), *([self.epochs] if self.epochs else [])]
+        asked = [*sorted(self.data.items()), *filter(None, (self.epochs, self.limit))]
         name = [self.scale, f"{zlib.crc32(str(asked).encode()):08x}"] if asked else [self.scale]
         return self.workdir / "-".join(name)
 
@@ -269,6 +273,8 @@ class Lab:
                 words.append(f"--resolutions={','.join(map(str, sides))}")
                 if run.model.startswith("swin") and len(sides) > 1:
                     words.append("--scale_windows")
+            if self.limit and run.task == "classify":
+                words.append(f"--limit={self.limit}")
             if self.weights_dir:
                 words.append(f"--weights_dir={self.weights_dir}")
             jobs.append(Job(tuple(words), out))

@@ -88,7 +88,7 @@ class Classification:
     labels = find_labels("images")
     does = "classify images"
     sets = EVALUATION_SETS
-    flags = ("crop", "interpolation")
+    flags = ("crop", "interpolation", "limit")
     batch_size = 128
     titles = MappingProxyType({"top1": "top-1", "top5": "top-5"})
     score_name, class_score = "top-1 accuracy", None
@@ -193,7 +193,9 @@ class Classification:
     ) -> dict[str, Any]:
         if folder is None:
             return {}
-        return {"images": folder} | json.loads(json.dumps(dataclasses.asdict(preprocessing)))
+        limit = {"limit": options["limit"]} if options["limit"] else {}
+        prepared = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
+        return {"images": folder} | prepared | limit
 
     def evaluate(
         self,
@@ -209,7 +211,8 @@ class Classification:
             note = weights_rule(evaluator.config.averaged)
             return row | {"protocol": images.protocol, "note": note}, []
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
-        preprocessing = Preprocessing(evaluator.mean, evaluator.std, **options)
+        preparation = {name: options[name] for name in ("crop", "interpolation")}
+        preprocessing = Preprocessing(evaluator.mean, evaluator.std, **preparation)
         height, width = map(preprocessing.short_side, images.size)
         square = images.size[0] == images.size[1]
         resized = (

@@ -33,6 +33,19 @@ def test_labels_index_the_competing_logits(tmp_path):
         EvaluationSet("b", tmp_path)
 
 
+def test_a_part_of_a_set_has_all_classes_and_says_so(tmp_path):
+    for number, synset in enumerate(("n01440764", "n01443537")):
+        for name in "abcd":
+            save(tmp_path / synset / f"{name}.png", np.full((4, 4, 3), number, np.uint8))
+    part = EvaluationSet("imagenet", tmp_path).spread(4)
+    assert part.labels.tolist() == [0, 0, 1, 1]
+    assert [part.example_name(k)[-5] for k in range(4)] == ["a", "c", "a", "c"]
+    assert part.note == "all classes compete; 4 of 8 images, evenly spaced"
+    assert len(part.class_names) == 1000
+    assert Streamed(part, (4, 4)).read(2).max() == 1
+    assert len(EvaluationSet("imagenet", tmp_path).spread(9).labels) == 8
+
+
 def test_v2_orders_classes_by_number(tmp_path):
     for number in ("2", "10"):
         save(tmp_path / number / "x.png", np.zeros((4, 4, 3), np.uint8))

@@ -49,6 +49,17 @@ class Files(Source):
     def read(self, example: int) -> bytes:
         return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
+    def spread(self, count: int) -> "Files":
+        """That many of the images, evenly spaced, so that they are of all classes."""
+        number = len(self.labels)
+        chosen = [k * number // count for k in range(min(count, number))]
+        names, labels = [self.example_name(k) for k in chosen], self.labels[chosen]
+        entries = {"name": self.name, "split": self.split}
+        part = Files(self._root, names, labels, self.class_names, **entries)
+        part.competing = self.competing
+        part.note = f"{self.note}; {len(chosen):,} of {number:,} images, evenly spaced"
+        return part
+
     def sizes(self) -> list[int]:
         def read_sizes(examples: np.ndarray) -> list[int]:
             return [
