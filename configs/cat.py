@@ -1,10 +1,10 @@
-"""The Cross-Axis Transformer and its ViT baseline on ImageNet-1k: 10 epochs, no augmentation.
+"""The Cross-Axis Transformer and its baselines on ImageNet-1k: 10 epochs, no augmentation.
 
     rope_jax train --config=cat:variant=cat_5,path=FOLDER --workdir=runs/cat_5
 
 Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six times the model's
-multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6,
-cat_vit_5 9.
+multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6, vit and
+dinov2 9, beit 6.
 
 Published accuracies: `rope_jax reproduce cat/table_1`, and `cat/table_4`, whose rows are options of
 cat_5 (`--config.model.options=imprint=none`).
@@ -14,17 +14,27 @@ Known deviations from the original:
 - The batch size is the paper's 128; its train.py has 64. Batches cross the ends of epochs.
 - Attention, imprint and rotation are the paper's, not those of the released code, which are the
   options operator, imprint and pool of the model, and `cat_rope(mode=released)`.
-- The baseline's epsilon, pooling and position are those of this library's cat_vit_5; the paper does
-  not print them.
+- What the paper does not print of its baselines: epsilon, pooling and position of vit are those of
+  this library's cat_vit_5; dinov2 and beit have the sizes that its counts of operations and
+  parameters imply (`rope_jax reproduce cat/table_1`).
 """
 
 from rope_jax import config as cfg
+
+_PRINTED = "patch_size=8,width=1024,depth=5,heads=8"
+# Table 1's baselines: model, its options, and the batch size of the text.
+BASELINES = {
+    "vit": ("cat_vit_5", "", 32),
+    "dinov2": ("dinov2_s14", f"{_PRINTED},mlp_ratio=2.5,qkv_bias=False", 64),
+    "beit": ("beit_b16", f"{_PRINTED},mlp_ratio=1.0", 32),
+}
 
 
 def get_config(arguments: str | None = None):
     """Arguments: variant, position, resolution, epochs, source, path, seed.
 
-    variant is cat_5 or cat_vit_5; position None is the model's own scheme.
+    variant is cat_5, a baseline of table 1 (vit, dinov2 or beit), or another model; position None
+    is the model's own scheme.
     """
     args = cfg.recipe_arguments(
         arguments,
@@ -39,10 +49,12 @@ def get_config(arguments: str | None = None):
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs
-    config.batch_size = 128
+    model, options, batch = BASELINES.get(args.variant, (args.variant, "", 128))
+    config.batch_size = batch
     config.dtype = "bfloat16"
 
-    config.model.name = args.variant
+    config.model.name = model
+    config.model.options = options
     config.model.position = args.position
 
     config.data.source = args.source

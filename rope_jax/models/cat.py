@@ -8,7 +8,8 @@ operators, which differ in the values:
     released  out[h, w] = sum over w' of s[h, w, w'] (sum over h' of v[h', w'])
               (the authors' code)
 
-Each head is then normalised over the whole map. Two consequences are not in the paper:
+The paper's operator is defined on square maps alone. Each head is then normalised over the whole
+map. Two consequences are not in the paper:
 
 * The normalisation removes any factor on the scores, up to the norm's epsilon: both a scale and
   gamma, the factor 1 - 2**(-5 - n) on the keys of head n.
@@ -35,7 +36,7 @@ from rope_jax.models.blocks import declare, drop_path
 from rope_jax.models.layers import Mlp, make_head, torch_linear
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
-from rope_jax.names.options import Count, Positive
+from rope_jax.names.options import Count, CountOrZero, Positive
 from rope_jax.positions import Terms, grids
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern, Rotation, rotate
@@ -51,8 +52,14 @@ class CATOptions(ViTOptions):
         operator: "paper" (square maps only) or "released", see `rope_jax.models.cat`.
         imprint: how the patch embedding is added again in layer l of L. "none"; "paper": all of it
             to the normalised tokens; "decayed", as released: 1 - tanh(pi l / L) of it to q, k and
-            v; or as in the ablations of table 4: "tanh", that share to the normalised tokens, and
-            "backwards_tanh", tanh(pi l / L).
+            v; or, of it to the normalised tokens, as in the ablations of table 4: "tanh", that
+            share; "backwards_tanh", tanh(pi l / L); "linear", 1 - l / L, the formula that the paper
+            prints for its row "tanh"; and "backwards_linear", l / L.
+        imprint_layers: the layers with an imprint, counted from 0; None for all. With the first
+            ones alone "the benefit disappears, and in fact inverts" (section 2.3).
+        between: "retnet" divides the scores of a query by the size of their sum over its keys, at
+            least 1, between the two products, as RetNet does (sections 2.1 and 4); the divisor has
+            no gradient.
         imprint_token: the token that the head reads has a learned vector as imprint, instead of
             its patch (section 4).
         focal_mask: keys decay with the distance from a point that each layer predicts for each
@@ -73,7 +80,11 @@ class CATOptions(ViTOptions):
     qkv_bias: bool = False
     norm_epsilon: Positive = 1e-5
     operator: Literal["paper", "released"] = "paper"
-    imprint: Literal["none", "paper", "decayed", "tanh", "backwards_tanh"] = "paper"
+    imprint: Literal[
+        "none", "paper", "decayed", "tanh", "backwards_tanh", "linear", "backwards_linear"
+    ] = "paper"
+    imprint_layers: tuple[CountOrZero, ...] | None = None
+    between: Literal["retnet", None] = None
     imprint_token: bool = False
     focal_mask: bool = False
     pool: Literal["last", "first", "mean", None] = None
@@ -97,6 +108,11 @@ class CATOptions(ViTOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.imprint_layers and max(self.imprint_layers) >= self.depth:
+            raise ValueError(
+                f"imprint_layers={self.imprint_layers} has a layer that a model of "
+                f"depth={self.depth} does not have: count layers from 0"
+            )
         if self.imprint_token and self.imprint == "none":
             raise ValueError(
                 "imprint_token=True with imprint='none': there is no imprint for it; change either"
@@ -115,13 +131,16 @@ class CATOptions(ViTOptions):
 
     @property
     def imprint_fractions(self) -> list[float]:
-        """The fraction of the imprint in each layer; empty without an imprint."""
-        if self.imprint == "none":
-            return []
-        if self.imprint == "paper":
-            return [1.0] * self.depth
-        fractions = [math.tanh(math.pi * (layer / self.depth)) for layer in range(self.depth)]
-        return fractions if self.imprint == "backwards_tanh" else [1 - x for x in fractions]
+        """The fraction of the imprint in each layer."""
+        share = {
+            "none": lambda at: 0.0,
+            "paper": lambda at: 1.0,
+            "linear": lambda at: 1 - at,
+            "backwards_linear": lambda at: at,
+            "backwards_tanh": lambda at: math.tanh(math.pi * at),
+        }.get(self.imprint, lambda at: 1 - math.tanh(math.pi * at))
+        layers = range(self.depth) if self.imprint_layers is None else self.imprint_layers
+        return [share(n / self.depth) if n in layers else 0.0 for n in range(self.depth)]
 
 
 class HeadNorm(nnx.Module):
@@ -149,6 +168,7 @@ def cross_axis(
     grid: Grid,
     operator: str,
     rotation: Rotation | None = None,
+    between: str | None = None,
 ) -> Float[Array, "B L N D"]:
     """The cross-axis operators on tokens in reading order; sums are float32 or wider.
 
@@ -158,6 +178,7 @@ def cross_axis(
         grid: (H, W).
         operator: "paper" or "released".
         rotation: of q and k, or None.
+        between: "retnet" or None, see `CATOptions`.
 
     Raises:
         ValueError: there is a bias.
@@ -169,7 +190,11 @@ def cross_axis(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     q, k, v = (x.reshape(x.shape[0], *grid, *x.shape[2:]) for x in (q, k, v))
-    scores = product("bhwnd,bhxnd->bhnwx", q, k).astype(v.dtype)
+    scores = product("bhwnd,bhxnd->bhnwx", q, k)
+    if between == "retnet":
+        size = jnp.abs(scores.sum(axis=-1, keepdims=True))
+        scores = scores / jax.lax.stop_gradient(jnp.maximum(size, 1))
+    scores = scores.astype(v.dtype)
     if operator == "paper":
         out = product("bhnwx,bwxnd->bhwnd", scores, v)
     else:
@@ -196,6 +221,7 @@ class CrossAxisAttention(nnx.Module):
     def __init__(self, options: CATOptions, *, rngs: nnx.Rngs, dtypes: dict):
         width = options.width
         self.operator, self.heads = options.operator, options.heads
+        self.between = options.between
         self.late = options.imprint == "decayed"
         settings = {"use_bias": False, "rngs": rngs, "dtypes": dtypes}
         self.qkv = torch_linear(width, 3 * width, **settings)
@@ -228,9 +254,8 @@ class CrossAxisAttention(nnx.Module):
             q, k, v = q + imprint, k + imprint, v + imprint
         q, k, v = (x.reshape(*x.shape[:2], self.heads, -1) for x in (q, k, v))
         k = k * self._key_factor(x, grid).astype(k.dtype)
-        attend = functools.partial(
-            cross_axis, grid=grid, operator=self.operator, rotation=terms.rotation
-        )
+        settings = {"operator": self.operator, "between": self.between}
+        attend = functools.partial(cross_axis, grid=grid, rotation=terms.rotation, **settings)
         out = attend(q, k, v) if terms.transform is None else terms.transform(q, k, v, attend)
         return self.proj(self.norm(out).astype(x.dtype).reshape(x.shape))
 
@@ -323,8 +348,7 @@ class CAT(ViT):
         if options.imprint_token:
             token = self.imprint_token[0, 0].astype(patches.dtype)
             patches = patches.at[:, _PLACES[options.reads]].set(token)
-        imprints = [patches * fraction for fraction in options.imprint_fractions]
-        return [(imprint,) for imprint in imprints or [None] * options.depth]
+        return [(patches * share if share else None,) for share in options.imprint_fractions]
 
     def pool(self, x: Float[Array, "B L C"]) -> Float[Array, "B C"]:
         reads = self.options.reads

@@ -121,7 +121,7 @@ def _pivot(
 ) -> tuple[list[str], list[list[str]]]:
     words = {"ours": "ours", "published": "published", "both": "ours; published"}[what]
     count = lambda name: len({cell["key"].get(name) for cell in cells})
-    varied = [name for name in ("dataset", "quantity", "task") if count(name) > 1]
+    varied = [name for name in ("dataset", "quantity", "task", "counted") if count(name) > 1]
     rows: dict[str, dict[str, str]] = {}
     names, headers = {}, {}
     for cell in cells:

@@ -27,7 +27,6 @@ class Run:
             that differ from the recipe's.
         recipe: of `configs`, with its arguments other than position; "" if no recipe trains it.
         after: the run from whose weights it starts.
-        settings: of the config, where the paper differs from the recipe: "batch_size=32".
     """
 
     model: str
@@ -35,7 +34,6 @@ class Run:
     recipe: str = ""
     options: str = ""
     after: "Run | None" = None
-    settings: tuple[str, ...] = ()
 
     @property
     def task(self) -> Task:
@@ -107,7 +105,7 @@ class Run:
             words.append(f"--config.init_from={before}")
         if self.options:
             words.append(f"--config.model.options={self.options}")
-        return words + [f"--config.{setting}" for setting in self.settings]
+        return words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +187,7 @@ _STAND_INS = {
     r"cvt_.*": StandIn("cvt", "cvt_7_4", *_SIZES, side=16),
     r"cct_.*": StandIn("cct", "cct_7_3x1", *_SIZES, side=16),
     r"cat_vit_.*": StandIn("cat_vit", "cat_vit_5", *_plain(8, depth=1)),
-    r"cat_.*": StandIn("cat", "cat_5", *_plain(8, depth=1)),
+    r"cat_.*": StandIn("cat", "cat_5", *_plain(8)),
     r"dinov2_.*": StandIn(
         "dinov2", "dinov2_s14", *_plain(8, ",mlp_ratio=2.5,qkv_bias=False", depth=1)
     ),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -139,20 +140,33 @@ def train_accuracy(loaded: LoadedModel) -> float:
 
 
 def count_operations(key: Key) -> tuple[Measured, str]:
-    """Multiply-adds of a model at the paper's size, and for each parameter."""
+    """Operations of a model at the paper's size, and for each parameter.
+
+    As the paper's counter (thop 0.1.1) counts them, or, if `counted` of the key is "all", all
+    multiply-adds and parameters.
+    """
     size, options = tuple(key["resolution"]), model_overrides(key.get("options", ""))
+    everything = key.get("counted") == "all"
+    if key["model"] in ("cat_vit_5", "beit_b16") and not everything:
+        options |= {"num_classes": 2}  # the default of their library, which the digits imply
     model = nnx.eval_shape(
         lambda: create_model(key["model"], position=key["position"], image_size=size, **options)
     )
-    modules = cost(model, size)
+    modules, note = cost(model, size), "all multiply-adds and parameters"
     count = sum(module.multiply_adds for module in modules)
-    parameters = sum(module.parameters for module in modules)
-    number = count if key["quantity"] == "operations" else count / parameters
-    note = (
-        "counted with the products of attention and all parameters; the paper's counter (thop) "
-        "leaves out both the products and what is no linear layer, convolution or norm"
-    )
-    return {"mean": float(number), "interval": None, "seeds": [], "runs": []}, note
+    if not everything:
+        note = "of linear layers, convolutions and layer norms alone (4 for each element of a norm)"
+        layers = {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(model)}
+        ((position, grid),) = model.positions(size)
+        norms = {name for name, layer in layers.items() if isinstance(layer, nnx.LayerNorm)}
+        counted = norms | {name for name, layer in layers.items() if hasattr(layer, "kernel")}
+        modules = [module for module in modules if module.module in counted]
+        tokens = position.stage.prefix + math.prod(grid)
+        count = sum(module.multiply_adds for module in modules)
+        count += 4 * tokens * sum(layers[name].num_features for name in norms)
+    if key["quantity"] == "operations_per_parameter":
+        count /= sum(module.parameters for module in modules)
+    return {"mean": float(count), "interval": None, "seeds": [], "runs": []}, note
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,17 +32,20 @@ def random(*shape):
 # The operator
 
 
-def attend_in_loops(q, k, v, operator):
+def attend_in_loops(q, k, v, operator, between=None):
     """Computes the output number by number from the formulas; q, k, v are [H, W, D]."""
     height, width, channels = q.shape
     out = np.zeros(q.shape)
     for h in range(height):
         for w in range(width):
-            for other in range(width):
-                score = sum(q[h, w, d] * k[h, other, d] for d in range(channels))
+            scores = [
+                sum(q[h, w, d] * k[h, other, d] for d in range(channels)) for other in range(width)
+            ]
+            divisor = max(abs(sum(scores)), 1) if between == "retnet" else 1
+            for other, score in enumerate(scores):
                 rows = [w] if operator == "paper" else range(height)
                 for row in rows:
-                    out[h, w] += score * v[row, other]
+                    out[h, w] += score / divisor * v[row, other]
     return out
 
 
@@ -71,9 +74,12 @@ def reference(model, image, reads):
         imprint[{"first": (0, 0), "last": (-1, -1)}[reads]] = value(model.imprint_token)[0, 0]
     for index, block in enumerate(model.blocks):
         decay = 1 - math.tanh(math.pi * index / options.depth)
+        at = index / options.depth
         shares = {"none": 0, "paper": 1, "decayed": 0, "tanh": decay, "backwards_tanh": 1 - decay}
+        shares |= {"linear": 1 - at, "backwards_linear": at}
         late = decay if options.imprint == "decayed" else 0
-        tokens = norm(x, block.norm1, 1e-5) + shares[options.imprint] * imprint
+        share = shares[options.imprint] if index in (options.imprint_layers or (0, 1)) else 0
+        tokens = norm(x, block.norm1, 1e-5) + share * imprint
         qkv = np.split(tokens @ value(block.attn.qkv.kernel), 3, axis=-1)
         q, k, v = (part + late * imprint for part in qkv)
         if options.focal_mask:
@@ -83,7 +89,8 @@ def reference(model, image, reads):
         heads = []
         for head, channels in enumerate(np.split(np.arange(options.width), options.heads)):
             keys = k[..., channels] * (1 - 2.0 ** (-5 - head))
-            out = attend_in_loops(q[..., channels], keys, v[..., channels], options.operator)
+            settings = (options.operator, options.between)
+            out = attend_in_loops(q[..., channels], keys, v[..., channels], *settings)
             out = (out - out.mean()) / np.sqrt(out.var() + 1e-5)
             heads.append(
                 out * value(block.attn.norm.scale)[head] + value(block.attn.norm.bias)[head]
@@ -104,6 +111,8 @@ def reference(model, image, reads):
         ({"imprint": "none", "pool": "first"}, (6, 6), "first"),
         ({"imprint_token": True}, (6, 6), "first"),
         ({"imprint": "backwards_tanh", "focal_mask": True}, (6, 6), "mean"),
+        ({"imprint": "linear", "between": "retnet"}, (6, 6), "mean"),
+        ({"imprint": "backwards_linear", "imprint_layers": (1,)}, (6, 6), "mean"),
         (RELEASED, (6, 10), "last"),
         (RELEASED | {"imprint_token": True, "mlp_ratio": 2.0}, (6, 10), "last"),
         (RELEASED | {"imprint": "tanh", "focal_mask": True, "pool": "mean"}, (10, 6), "mean"),
