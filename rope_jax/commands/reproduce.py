@@ -49,7 +49,7 @@ from rope_jax.papers.kinds import Artifact, key_names
 from rope_jax.papers.lab import SETS as SETS_OF_IMAGENET
 from rope_jax.papers.lab import Job, Lab
 from rope_jax.papers.page import progress, write_pages
-from rope_jax.papers.plan import estimate
+from rope_jax.papers.plan import estimate, total_hours
 from rope_jax.papers.tables import Table
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
@@ -194,28 +194,32 @@ def _jobs(artifacts: list[Artifact], lab: Lab) -> list[Job]:
 
 
 def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """What there is: the runs of each scale, and the cells that are filled in the workdir."""
+    """Commands of each scale, their hours at --scale, and the cells filled in the workdir."""
     path = lab.workdir / "results.json"
     stored = read_json(path)["artifacts"] if path.exists() else {}
     rows = []
     for artifact in artifacts:
         counts = []
-        for scale in ("smoke", "small", "full"):
-            jobs = _jobs([artifact], dataclasses.replace(lab, scale=scale))
-            counts.append(str(sum(job.words[0] == "train" for job in jobs)))
+        for scale in SCALES:
+            data = {name: name.upper() for name in SETS[1:]} if scale == "released" else lab.data
+            jobs = _jobs([artifact], dataclasses.replace(lab, scale=scale, data=data))
+            counts.append(str(len(jobs)))
+            if scale == lab.scale:
+                hours = f"{total_hours(jobs, scale):,.1f}" if jobs else ""
         done = progress(stored[artifact.id]) if artifact.id in stored else "-"
-        rows.append((artifact.id, artifact.title, *counts, done))
-    return ("id", "shows", "runs: smoke", "small", "full", "cells done"), rows
+        rows.append((artifact.id, artifact.title, *counts, hours, done))
+    first, *others = SCALES
+    columns = (f"commands: {first}", *others, f"hours ({lab.scale})", "cells done")
+    return ("id", "shows", *columns), rows
 
 
 def _print_plan(artifacts: list[Artifact], lab: Lab) -> None:
     """Prints the missing commands, one per line, each with what it costs."""
-    jobs, total = [job for job in _jobs(artifacts, lab) if not job.done], 0.0
+    jobs = [job for job in _jobs(artifacts, lab) if not job.done]
     for job in jobs:
-        cost = estimate(job, lab.scale)
-        total += cost.hours
-        print(f"{_words(job)}  # stage {math.ceil(job.stage) + 1}, {cost}")
-    print(f"# {len(jobs)} commands, {total:,.1f} hours; those of a stage need the stages before it")
+        print(f"{_words(job)}  # stage {job.stage + 1}, {estimate(job, lab.scale)}")
+    hours = f"{total_hours(jobs, lab.scale):,.1f} hours"
+    print(f"# {len(jobs)} commands, {hours}; those of a stage need the stages before it")
 
 
 def _words(job: Job) -> str:

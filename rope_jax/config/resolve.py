@@ -324,6 +324,7 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError(mistake)
 
 
+@functools.cache
 def settings() -> dict[str, dataclasses.Field]:
     """Every setting by name, those of sections as "section.field"."""
     fields = {}

@@ -212,7 +212,7 @@ def create_dense(description: Description, *, seed: int, dtype: Any) -> DenseMod
         ]
         raise ValueError(
             f"the head {call.name!r} takes {problem} of {description.name}: use "
-            f"{' or '.join(serving)}, or another model"
+            f"{' or '.join([*serving, 'another model'])}"
         )
     rngs, dtypes = nnx.Rngs(seed + 1), layer_dtypes(jnp.dtype(dtype))
     options = entry.options.override(f"the head {call.name!r}", dict(call.options))

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 from flax import nnx
 
 from rope_jax.config import Config, load_recipe, read_settings, resolve
@@ -20,11 +23,21 @@ SETS = {
     "npz": (50_000, 10),
     "coco": (118_287, 80),
     "ade20k": (20_210, 150),
+    "digits": (1_437, 10),
+    "fashion_mnist": (60_000, 10),
+    "scenes": (2_000, 11),
+    "scenes_boxes": (2_000, 10),
 }
+# Images that authors' weights are evaluated on, by --dataset.
+EVALUATED = {"imagenet": 50_000, "real": 46_837, "v2": 10_000, "a": 7_500, "r": 30_000,
+             "coco": 5_000, "ade20k": 2_000}  # fmt: skip
 # Share of the peak that training reaches: an estimate, not measured.
 _SHARES = (("nat", 0.2), ("dinat", 0.2), ("swin", 0.2), ("ceit", 0.2), ("t2t", 0.2), ("", 0.4))
-# Of a run on two cores: of smoke measured, of the others estimated.
-_SECONDS = {"smoke": 8, "small": 100, "released": 600}
+# Measured on two cores, each with a run: seconds of a run at the scale smoke; seconds before the
+# first step of one at the scale small, and its images in a second by source (an .npz file has four
+# times as many tokens); and multiplications and additions in a second of an evaluation.
+_SMOKE, _PREPARE, _EVALUATION = 15, 30, 100e9
+_SPEED = {"digits": 400, "fashion_mnist": 400, "scenes": 300, "scenes_boxes": 100, "npz": 100}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +54,22 @@ class Estimate:
         return f"about {self.hours:.1f} h on {GPUS} A100s, {memory}"
 
 
+@functools.cache
 def estimate(job: Job, scale: str) -> Estimate:
     """The cost of a command at a scale."""
-    if scale != "full" or job.words[0] != "train":
-        return Estimate(_SECONDS.get(scale, 600) / 3600)
-    flags = dict(word.removeprefix("--").split("=", 1) for word in job.words[1:])
+    flags = dict(word.removeprefix("--").partition("=")[::2] for word in job.words[1:])
+    if scale == "released":
+        return Estimate(_evaluation(flags) / _EVALUATION / 3600)
+    if scale == "smoke" or job.words[0] != "train":
+        return Estimate(_SMOKE / 3600)
     settings = [f"--{k}={v}" for k, v in flags.items() if k.startswith("config.")]
     config = resolve(load_recipe(flags["config"], read_settings(settings)))
     images, classes = SETS[config.data.source]
+    if scale == "small" and config.data.source == "npz":
+        images = len(np.load(config.data.path)["train_labels"])
     images = config.steps * config.batch_size if config.steps else config.epochs * images
+    if scale == "small":
+        return Estimate((_PREPARE + images / _SPEED[config.data.source]) / 3600)
     created = image_pair(config.data.image_size)
     size, *_ = [*config.data.canvas_sizes, created]
     model = dataclasses.replace(config.model, position=None, num_classes=classes)
@@ -58,6 +78,21 @@ def estimate(job: Job, scale: str) -> Estimate:
     hours = 6 * operations * images / (GPUS * PEAK * share) / 3600
     arrays = 5 if config.ema_decay else 4  # weights, gradients, two moments
     return Estimate(hours, 4 * arrays * parameters / 2**30)
+
+
+def _evaluation(flags: Mapping[str, str]) -> float:
+    """Multiplications and additions of an evaluation of the authors' weights."""
+    images = int(flags.get("limit", EVALUATED[flags["dataset"]]))
+    default = {"coco": "1024", "ade20k": "512"}.get(flags["dataset"], "224")
+    created, *others = map(image_pair, flags.get("resolutions", default).split(","))
+    operations, _ = _cost(ModelConfig(name=flags["model"]), created, created)
+    areas = sum(math.prod(size) for size in (created, *others)) / math.prod(created)
+    return 2 * images * operations * areas
+
+
+def total_hours(jobs: Iterable[Job], scale: str) -> float:
+    """Hours of commands, which run two at a time at the scales smoke and small."""
+    return sum(estimate(job, scale).hours for job in jobs) / (1 + (scale in ("smoke", "small")))
 
 
 @functools.cache

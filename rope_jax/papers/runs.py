@@ -1,6 +1,7 @@
 """What the papers train: a run of a recipe as published, or of a small model in its place."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Literal
@@ -204,6 +205,7 @@ _STAND_INS = {
 }
 
 
+@functools.cache
 def stand_in(model: str) -> StandIn:
     """The small model in place of a model of the papers, or of the user's."""
     return next(small for name, small in _STAND_INS.items() if re.fullmatch(name, model))

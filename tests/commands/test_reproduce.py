@@ -106,6 +106,7 @@ def test_figures_and_settings_without_runs(tmp_path):
         assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")
     shown = {cell["key"]["position"] for cell in artifacts["thesis/figure_3.1"]["cells"]}
     assert "rope_mixed" in shown
+    assert "rope_mixed" in {cell["key"]["reading"] for cell in artifacts[names[2]]["cells"]}
     recipe = artifacts["thesis/table_E.1"]["cells"]
     assert [cell["published"] for cell in recipe] == [str(c.value) for c in published(names[3])]
     assert all(cell["note"] == "" for cell in recipe)  # the recipe has the printed settings
