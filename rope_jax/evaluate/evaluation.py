@@ -139,13 +139,15 @@ class Evaluation:
         """The model on images of any size."""
         graph, *weights = nnx.split(self.model)
         options = {name: self.arguments[name] for name in (*rules(EvalConfig()), "rpb_shrink")}
+        devices = self.mesh.size
+        all_images = -(-len(self.images.labels) // devices) * devices
         return Evaluator(
             at_any_resolution(graph, self.mesh, **options),
             jax.device_put(weights, replicate(self.mesh)),
             self.task,
             mean=self.preprocessing.mean,
             std=self.preprocessing.std,
-            batch_size=self.arguments["batch_size"] or self.task.batch_size,
+            batch_size=self.arguments["batch_size"] or min(self.task.batch_size, all_images),
             mesh=self.mesh,
             config=self.config or Config(),
             poll=self._progress,

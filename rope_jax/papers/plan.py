@@ -33,11 +33,12 @@ EVALUATED = {"imagenet": 50_000, "real": 46_837, "v2": 10_000, "a": 7_500, "r": 
              "coco": 5_000, "ade20k": 2_000}  # fmt: skip
 # Share of the peak that training reaches: an estimate, not measured.
 _SHARES = (("nat", 0.2), ("dinat", 0.2), ("swin", 0.2), ("ceit", 0.2), ("t2t", 0.2), ("", 0.4))
-# Measured on two cores, each with a run: seconds of a run at the scale smoke; seconds before the
-# first step of one at the scale small, and its images in a second by source (an .npz file has four
-# times as many tokens); and multiplications and additions in a second of an evaluation.
+# On two cores, each with a run: seconds of a run at the scale smoke; seconds before the first step
+# of one at the scale small, and its images in a second by source (measured with a ViT on digits; an
+# .npz file has four times as many tokens); multiplications and additions in a second of an
+# evaluation.
 _SMOKE, _PREPARE, _EVALUATION = 15, 30, 100e9
-_SPEED = {"digits": 400, "fashion_mnist": 400, "scenes": 300, "scenes_boxes": 100, "npz": 100}
+_SPEED = {"digits": 340, "fashion_mnist": 340, "scenes": 170, "scenes_boxes": 45, "npz": 85}
 
 
 @dataclasses.dataclass(frozen=True)
