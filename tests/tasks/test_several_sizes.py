@@ -149,7 +149,7 @@ def test_one_step_is_that_of_the_official_code(case):
     raw["distill"] = None if kind == "none" else kind.replace("-", "_")
     raw["distill_from"] = {"cls": "feature", "gap": "tokens", "logit": "logits"}[target]
     config = resolve(raw)
-    model = rope_jax.create_model("resformer_ti16", dtype=jnp.float64)
+    model = rope_jax.create_model("resformer_ti16", drop_path=0.0, dtype=jnp.float64)
     rope_jax.convert_state_dict(
         model, official.state_dict("resformer_ti16_224"), source="resformer"
     )
