@@ -2,6 +2,7 @@
 
     rope_jax train --config=digits --workdir=runs/digits
     rope_jax train --config=digits:position=none --workdir=runs/digits_none
+    rope_jax train --config=digits:resolutions=8+6+12 --workdir=runs/digits_sizes
 
 One minute on two CPU cores. The held-out accuracies of six positional schemes are in the README,
 from experiments/results/digits_cpu.json. RoPE-Mixed is the default: the most accurate at 8 pixels,
@@ -13,8 +14,14 @@ from rope_jax import config as cfg
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: position (a scheme), epochs, seed."""
-    args = cfg.recipe_arguments(arguments, position="rope_mixed", epochs=60.0, seed=0)
+    """Arguments: position (a scheme), epochs, seed, and resolutions.
+
+    These are pixels joined by +, at all of which each example is trained in a step; the first is
+    that of the model and of the evaluation.
+    """
+    settings = {"position": "rope_mixed", "epochs": 60.0, "seed": 0, "resolutions": "8"}
+    args = cfg.recipe_arguments(arguments, **settings)
+    first, *others = (int(side) for side in str(args.resolutions).split("+"))
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs
@@ -27,6 +34,8 @@ def get_config(arguments: str | None = None):
     config.model.position = args.position
 
     config.data.source = "digits"
+    config.data.image_size = first
+    config.data.more_sizes = tuple(others)
     # Digits of slightly different sizes, at slightly different places.
     config.data.augment = "resized_crop(scale_min=0.8)+crop(pad=1)"
 

@@ -76,6 +76,11 @@ class DataConfig:
     image_size: Size | None = _setting(
         None, "training resolution in pixels, int or (height, width); None for the images' own"
     )
+    more_sizes: tuple[Size, ...] = _setting(
+        (),
+        "classification: further training resolutions in pixels, int or (height, width); in each "
+        "step every example is trained at all of them, augmented for each separately",
+    )
     canvases: tuple[Size, ...] = _setting(
         (),
         "images with boxes that differ in size: pixels, int or (height, width); a batch is padded "
@@ -121,6 +126,11 @@ class DataConfig:
     on_device: bool = _setting(
         False, "keep the whole set on the device; for small sets", resumable=True
     )
+
+    @property
+    def other_sizes(self) -> tuple[tuple[int, int], ...]:
+        """`more_sizes` as (height, width)."""
+        return tuple(map(image_pair, self.more_sizes))
 
     @property
     def canvas_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -318,6 +328,16 @@ class Config:
     loss: Literal["softmax", "binary"] = _setting(
         "softmax",
         "cross entropy of the softmax, or of each class (binary), see rope_jax.tasks",
+    )
+    distill: Literal["smooth_l1", "l2", "cosine"] | None = _setting(
+        None,
+        "with data.more_sizes: distance of the features of each resolution from those of the next "
+        "larger one, added to its loss (ResFormer), see rope_jax.tasks.classification",
+    )
+    distill_from: Literal["feature", "tokens", "logits"] = _setting(
+        "feature",
+        "features for distill: what the head reads, the mean of the normalised tokens of patches, "
+        "or the logits",
     )
     loss_pixels: Literal["all", "valid"] = _setting(
         "all",

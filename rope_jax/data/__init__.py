@@ -4,12 +4,19 @@ Sources of images, a training stream that is a pure function of (seed, step), an
 untrusted image files.
 """
 
-from rope_jax.data.examples import batch_ids, canvases_of, check_canvases, check_labels, loader_of
+from rope_jax.data.examples import (
+    EPOCHS_OF_A_COPY,
+    batch_ids,
+    canvases_of,
+    check_canvases,
+    check_labels,
+    loader_of,
+)
 from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
-from rope_jax.data.pipeline import Batches, batches, evaluation_batches, worker_count
+from rope_jax.data.pipeline import Batches, SeveralSizes, batches, evaluation_batches, worker_count
 from rope_jax.data.sources import Images, Streamed, load, open_source, register_source
 from rope_jax.data.sources.boxes import (
     BoxImages,
@@ -24,6 +31,7 @@ from rope_jax.data.sources.pairs import StreamedMaps
 from rope_jax.data.sources.scenes import LabelMaps
 
 __all__ = [
+    "EPOCHS_OF_A_COPY",
     "EVALUATION_SETS",
     "AugmentSplit",
     "BadImages",
@@ -33,6 +41,7 @@ __all__ = [
     "EvaluationSet",
     "Images",
     "LabelMaps",
+    "SeveralSizes",
     "Streamed",
     "StreamedBoxes",
     "StreamedMaps",

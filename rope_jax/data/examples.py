@@ -29,6 +29,7 @@ BAD_IMAGES = ("error", "skip")
 MAX_BOXES = 100  # of an image, by default
 _SKIP_ONE_IN = 1000  # one image in 1,000 may be skipped
 _TOGETHER = 64  # consecutive batches among which portrait and landscape images are divided
+EPOCHS_OF_A_COPY = 1 << 20  # copies of an example have draws of other epochs
 Size = tuple[int, int]  # height, width
 Ids = tuple[Int64[np.ndarray, "*b"], Int64[np.ndarray, "*b"]]  # epochs and indices of examples
 Drawn = tuple[Augmentation | None, UInt64[np.ndarray, " b"]]  # with the draws of some examples
@@ -48,6 +49,7 @@ class Training:
         shard: (k, of): the k-th of `of` equal parts of the batch.
         bad_images: "error" or "skip".
         canvases, max_boxes: of sets with boxes, see `batches`.
+        copy: see `batches`.
     """
 
     images: Images | Streamed
@@ -59,6 +61,7 @@ class Training:
     bad_images: str = "error"
     canvases: tuple[Size, ...] = ()
     max_boxes: int = MAX_BOXES
+    copy: int = 0
 
     def __call__(self, step: int, start: int, stop: int) -> Batch:
         """Examples `start` to `stop` of this shard's part of a batch: see `batches`, and `bad`."""
@@ -134,6 +137,7 @@ class Training:
     def draws(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
         """The augmentations with their draws for some examples (`rope_jax.data.draws`)."""
         total = len(self.images.labels) * self.repeats
+        epochs = epochs + self.copy * EPOCHS_OF_A_COPY
         return [
             (
                 augmentation,

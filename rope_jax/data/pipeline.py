@@ -58,6 +58,31 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager):
         self.close()
 
 
+class SeveralSizes(Iterator[Batch]):
+    """Batches of the same examples at several sizes: `image`, `image_1`, `image_2`, ...
+
+    Args:
+        streams: of `batches`, one for each size, which differ in `copy`.
+    """
+
+    def __init__(self, streams: Sequence[Batches]):
+        self._streams = streams
+
+    def __next__(self) -> Batch:
+        first, *others = [next(stream) for stream in self._streams]
+        return first | {f"image_{k}": batch["image"] for k, batch in enumerate(others, 1)}
+
+    @property
+    def skipped(self) -> set[int]:
+        """Ids of images that could not be used."""
+        return set().union(*(stream.skipped for stream in self._streams))
+
+    def close(self) -> None:
+        """Ends all streams."""
+        for stream in self._streams:
+            stream.close()
+
+
 def batches(
     images: Images | Streamed,
     *,
@@ -73,6 +98,7 @@ def batches(
     canvases: Sequence[Size] = (),
     max_boxes: int = MAX_BOXES,
     waiting: Waiting = lambda seconds: None,
+    copy: int = 0,
 ) -> Batches:
     """The training batches from `start_step` on, without end.
 
@@ -105,6 +131,7 @@ def batches(
         max_boxes: rows for the objects of an image.
         waiting: called once a second while a batch that is prepared ahead is awaited, with the
             seconds so far; may raise to stop.
+        copy: streams that differ in it have the same examples, augmented separately.
 
     Returns:
         An iterator over `image` uint8 [b, H, W, 3] and `label`, `epoch` and `index` int32 [b]. The
@@ -122,7 +149,8 @@ def batches(
         ValueError: arguments out of range, at once.
     """
     augmentations, shapes = loader_of(augment, images), (tuple(canvases), max_boxes)
-    make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
+    fields = (images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
+    make = Training(*fields, copy)
     _check(make, augment)
     make.in_order(start_step)  # a step, seed or repeats out of range is refused now
     return _produce(make, range(start_step, sys.maxsize), ahead, workers, waiting)

@@ -2,11 +2,13 @@
 
 A batch from the loader has `image` uint8 [B, H, W, 3], `label`, `epoch` and `index` int32 [B];
 `prepare_batch` returns `image` (normalised), `label` and `target` (soft labels, float32 [B,
-classes]) for the model.
+classes]) for the model. With `data.more_sizes` there are `image_1`, `image_2`, ..., too.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -20,7 +22,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rope_jax.config import Config, ConfigError
-from rope_jax.data import EVALUATION_SETS, EvaluationSet, Images, Streamed, split_augment
+from rope_jax.data import (
+    EPOCHS_OF_A_COPY,
+    EVALUATION_SETS,
+    EvaluationSet,
+    Images,
+    Streamed,
+    split_augment,
+)
 from rope_jax.data.images import device, mixing
 from rope_jax.data.labels import find_labels
 from rope_jax.models.description import Preprocessing
@@ -54,6 +63,36 @@ def binary_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> 
 
 
 LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
+
+
+def _whitened_smooth_l1(
+    student: Float[Array, "B C"], teacher: Float[Array, "B C"]
+) -> Float[Array, ""]:
+    """Mean smooth L1 distance (beta 1) from the teacher's features, normalised over channels."""
+    teacher = jax.nn.standardize(teacher, axis=-1, epsilon=1e-6)
+    return optax.huber_loss(student, teacher).mean()
+
+
+# Of a student's features from a teacher's, both [B, C], as in ResFormer's code.
+DISTANCES = {
+    "smooth_l1": _whitened_smooth_l1,
+    "l2": lambda student, teacher: ((student - teacher) ** 2).mean(),
+    "cosine": lambda student, teacher: optax.cosine_distance(student, teacher, epsilon=1e-6).mean(),
+}
+
+
+def _outputs(
+    model: nnx.Module, images: Float[Array, "B H W 3"], config: Config, key: Key[Array, ""]
+) -> tuple[Float[Array, "B K"], Float[Array, "B C"] | None]:
+    """Logits, and the features to distil, if the config does."""
+    if config.distill is None or config.distill_from == "logits":
+        logits = model(images, train=True, key=key).astype(jnp.float32)
+        return logits, None if config.distill is None else logits
+    tokens = model.encode(images, train=True, key=key)
+    read = model.pool(tokens)
+    patches = tokens[:, model.position.stage.prefix :].mean(axis=1)
+    feature = read if config.distill_from == "feature" else patches
+    return model.head(read).astype(jnp.float32), feature.astype(jnp.float32)
 
 
 def soft_targets(
@@ -112,43 +151,71 @@ class Classification:
     def prepare_batch(
         self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
     ) -> Batch:
-        """Augments, normalises and mixes images; `key` is for mixing."""
+        """Augments, normalises and mixes images; `key` is for mixing.
+
+        Of several sizes, `image` becomes the largest. Each is augmented separately, and all are
+        mixed with one draw: boxes of cutmix and weights of labels are those of the largest.
+        """
         augment, m = split_augment(config.data.augment), config.mix
-        batch = augment_batch(batch, config.data, seed=seed)
-        images, labels = batch["image"], batch["label"]
-        others, weight = labels, 1.0
-
-        def erase(images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
-            keys = device.example_keys(seed, batch["epoch"], batch["index"])
-            return device.apply_erasing(images, keys, augment.erasing)
-
-        if augment.erasing and not m.before_erasing:
-            images = erase(images)
-        if m.mixup or m.cutmix:
-            images, others, weight = mixing.mix_groups(
-                images,
-                labels,
-                jax.random.fold_in(key, zlib.crc32(b"mix")),
-                m.groups,
-                mixup=m.mixup,
-                cutmix=m.cutmix,
-                prob=m.prob,
-                switch_prob=m.switch_prob,
-                enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
-            )
-        if augment.erasing and m.before_erasing:
-            images = erase(images)
+        sizes = [augment_batch(batch, config.data, seed=seed)]
+        for copy in range(1, 1 + len(config.data.more_sizes)):
+            epoch = batch["epoch"] + copy * EPOCHS_OF_A_COPY
+            part = {"image": batch[f"image_{copy}"], "epoch": epoch, "index": batch["index"]}
+            sizes.append(augment_batch(part, config.data, seed=seed))
+        sizes.sort(key=lambda part: math.prod(part["image"].shape[1:3]), reverse=True)
+        labels = sizes[0]["label"] if len(sizes) == 1 else batch["label"]
+        mix = functools.partial(
+            mixing.mix_groups,
+            labels=labels,
+            key=jax.random.fold_in(key, zlib.crc32(b"mix")),
+            groups=m.groups,
+            mixup=m.mixup,
+            cutmix=m.cutmix,
+            prob=m.prob,
+            switch_prob=m.switch_prob,
+            enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
+            drawn_at=sizes[0]["image"].shape[1:3] if len(sizes) > 1 else None,
+        )
+        images, mixed = [], [(labels, 1.0)]
+        for part in sizes:
+            image, keys = part["image"], None
+            if augment.erasing:
+                keys = device.example_keys(seed, part["epoch"], part["index"])
+            if keys is not None and not m.before_erasing:
+                image = device.apply_erasing(image, keys, augment.erasing)
+            if m.mixup or m.cutmix:
+                image, *partners = mix(image)
+                mixed.append(partners)
+            if keys is not None and m.before_erasing:
+                image = device.apply_erasing(image, keys, augment.erasing)
+            images.append(image)
+        others, weight = mixed[:2][-1]  # of the largest size
         smoothing, classes = config.label_smoothing, config.model.num_classes
         targets = soft_targets(labels, others, weight, classes, smoothing)
-        return {"image": images, "label": labels, "target": targets}
+        named = {f"image_{k}" if k else "image": image for k, image in enumerate(images)}
+        return named | {"label": labels, "target": targets}
 
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The training loss, and the accuracy on the (mixed) images of the batch."""
-        logits = model(batch["image"], train=True, key=key).astype(jnp.float32)
-        accuracy = (logits.argmax(-1) == batch["label"]).mean()
-        return LOSSES[config.loss](logits, batch["target"]), accuracy
+        """The training loss, and the accuracy on the (mixed) images of the batch.
+
+        With several sizes, the largest first, the loss is the mean of theirs (ResFormer, arXiv
+        2212.00776): of each the loss of the logits, and, if the config distils, of all but the
+        largest the distance of its features from those of the next larger one.
+        """
+        losses, accuracies, teacher = [], [], None
+        for number in range(1 + len(config.data.more_sizes)):
+            images = batch[f"image_{number}" if number else "image"]
+            key = jax.random.fold_in(key, number) if number else key
+            logits, feature = _outputs(model, images, config, key)
+            loss = LOSSES[config.loss](logits, batch["target"])
+            if teacher is not None:
+                loss += DISTANCES[config.distill](feature, jax.lax.stop_gradient(teacher))
+            losses.append(loss)
+            accuracies.append((logits.argmax(-1) == batch["label"]).mean())
+            teacher = feature
+        return sum(losses) / len(losses), accuracies[0]
 
     def count(
         self, logits: Float[Array, "B K"], batch: Batch, images: Images | Streamed

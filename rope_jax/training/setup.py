@@ -119,6 +119,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     _check_data(config, images, held_out)
     config = complete(config, images)
     model = create_seeds(config)
+    _check_sizes(config, model)
     _check_evaluation(config, images, model)
     setup = assemble(config, mesh, images, held_out, model)
     with blame("--config.data.path"):
@@ -220,6 +221,31 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         raise ConfigError(
             f"--config.model.num_classes={classes}, but {images.name} has {images.classes} "
             "classes: use at least that many"
+        )
+
+
+def _check_sizes(config: Config, model: nnx.Module) -> None:
+    """Rejects further training sizes, and distillation between sizes, that are not supported."""
+    if config.distill is not None and not config.data.more_sizes:
+        raise ConfigError(
+            f"--config.distill={config.distill} is between the resolutions of a step: name further "
+            "ones with --config.data.more_sizes, or leave it out"
+        )
+    if not config.data.more_sizes:
+        return
+    if config.model.head is not None or config.data.on_device:
+        flag = "data.on_device" if config.data.on_device else "model.head"
+        raise ConfigError(
+            f"--config.data.more_sizes cannot be combined with --config.{flag}: leave one out"
+        )
+    with blame("--config.data.more_sizes"):
+        for size in config.data.other_sizes:
+            model.check_size(size)
+    reads = config.distill is not None and config.distill_from != "logits"
+    if reads and not hasattr(model, "encode"):
+        raise ConfigError(
+            f"--config.distill_from={config.distill_from} is for models with one map of tokens, "
+            f"and {config.model.name} has several: use logits"
         )
 
 
@@ -329,18 +355,23 @@ def training_batches(
         resident = jax.device_put((images.images, images.labels), replicate(setup.mesh))
         stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
         return stream, {"set": resident}
-    stream = data.batches(
-        images,
-        seed=config.seed,
-        ahead=not images.in_memory,
-        workers=data.worker_count(config.data.workers),
-        bad_images=config.data.bad_images,
-        waiting=waiting,
-        canvases=config.data.canvas_sizes,
-        max_boxes=config.data.max_boxes,
-        **options,
-    )
-    return stream, {}
+    sets = [images, *(load_split(config, "train", size) for size in config.data.other_sizes)]
+    streams = [
+        data.batches(
+            images,
+            seed=config.seed,
+            ahead=not images.in_memory,
+            workers=data.worker_count(config.data.workers),
+            bad_images=config.data.bad_images,
+            waiting=waiting,
+            canvases=config.data.canvas_sizes,
+            max_boxes=config.data.max_boxes,
+            copy=copy,
+            **options,
+        )
+        for copy, images in enumerate(sets)
+    ]
+    return (streams[0] if len(streams) == 1 else data.SeveralSizes(streams)), {}
 
 
 def batch_ids(setup: Setup, step: int, seed: int) -> list[int]:

@@ -19,6 +19,7 @@ def mix(
     prob: float = 1.0,
     switch_prob: float = 0.5,
     enabled: Bool[Array, ""] | bool = True,
+    drawn_at: tuple[int, int] | None = None,
 ) -> tuple[Float[Array, "B H W 3"], Float[Array, ""]]:
     """Mixup or cutmix of a batch with itself in reverse order: timm's "batch" mode.
 
@@ -34,6 +35,8 @@ def mix(
         prob: probability that the batch is mixed.
         switch_prob: probability of cutmix if both are above 0.
         enabled: False to mix nothing.
+        drawn_at: the size (height, width) at which the box of cutmix is drawn, before it is scaled
+            to the images and rounded down; None for theirs.
 
     Returns:
         The mixed images, and the weight of each image's own label; the rest belongs to the label in
@@ -45,11 +48,16 @@ def mix(
     alpha = jnp.where(cutting, cutmix, mixup)
     fraction = jax.random.beta(fraction_key, alpha, alpha)
     fraction = jnp.where(jax.random.bernoulli(chance, prob) & enabled, fraction, 1.0)
-    height, width = images.shape[1:3]
+    size = images.shape[1:3]
+    height, width = drawn_at or size
     tall, wide = (jnp.floor(side * jnp.sqrt(1 - fraction)) for side in (height, width))
     y, x = jnp.floor(jax.random.uniform(place, (2,)) * jnp.array((height, width)))
     top, left = y - tall // 2, x - wide // 2
-    inside = device.in_box((height, width), top, left, y + tall // 2, x + wide // 2)
+    edges = [top, left, y + tall // 2, x + wide // 2]
+    if drawn_at is not None:
+        sides = zip(edges, size * 2, drawn_at * 2, strict=True)
+        edges = [jnp.floor(edge * side / drawn) for edge, side, drawn in sides]
+    inside = device.in_box(size, *edges)
     weight = jnp.where(cutting, 1.0 - inside, fraction)
     mixed = weight[..., None] * images + (1 - weight[..., None]) * images[::-1]
     return mixed, weight.mean()
