@@ -82,7 +82,7 @@ DISTANCES = {
 
 
 def _outputs(
-    model: nnx.Module, images: Float[Array, "B H W 3"], config: Config, key: Key[Array, ""]
+    model: nnx.Module, images: Float[Array, "B ..."], config: Config, key: Key[Array, ""]
 ) -> tuple[Float[Array, "B K"], Float[Array, "B C"] | None]:
     """Logits, and the features to distil, if the config does."""
     if config.distill is None or config.distill_from == "logits":

@@ -87,7 +87,18 @@ def test_differences_name_relevant_fields():
     assert cfg.differences(before, after) == ["model.position: None -> 'rope2d'", "seed: 0 -> 1"]
 
 
-OTHERS = ("something else", 7, 7.5, True, False, (8, 9), (0.1, 0.2, 0.3), ((8, 9),), ("centre",))
+OTHERS = (
+    "something else",
+    7,
+    7.5,
+    True,
+    False,
+    (8, 9),
+    (0.1, 0.2, 0.3),
+    ((8, 9),),
+    ("centre",),
+    "l2",
+)
 SETTINGS = cfg.settings()
 
 
