@@ -2,9 +2,12 @@
 
     rope_jax train --config=cat:variant=cat_5,path=FOLDER --workdir=runs/cat_5
 
+The paper also mentions Swin V2, without size and settings: `variant=swinv2_t`, with windows of 7
+tokens, is this library's counterpart.
+
 Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six times the model's
 multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6,
-cat_vit_5 9.
+cat_vit_5 9, swinv2_t 1.
 
 Published accuracies: `rope_jax reproduce cat/table_1`, and `cat/table_4`, whose rows are options of
 cat_5 (`--config.model.options=imprint=none`).
@@ -24,7 +27,7 @@ from rope_jax import config as cfg
 def get_config(arguments: str | None = None):
     """Arguments: variant, position, resolution, epochs, source, path, seed.
 
-    variant is cat_5 or cat_vit_5; position None is the model's own scheme.
+    variant is cat_5, cat_vit_5 or swinv2_t; position None is the model's own scheme.
     """
     args = cfg.recipe_arguments(
         arguments,
@@ -44,6 +47,8 @@ def get_config(arguments: str | None = None):
 
     config.model.name = args.variant
     config.model.position = args.position
+    if args.variant.startswith("swinv2"):
+        config.model.options = "window_size=None"  # a thirty-second of the image: 7 tokens at 224
 
     config.data.source = args.source
     config.data.path = args.path

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import declare, drop_path
 from rope_jax.models.layers import Mlp, make_head, torch_linear
 from rope_jax.models.registry import register
-from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.models.vit import PLAIN, ViT, ViTOptions
 from rope_jax.names.options import Count, Positive
 from rope_jax.positions import Terms, grids
 from rope_jax.positions.grids import Grid
@@ -90,7 +90,7 @@ class CATOptions(ViTOptions):
         "qkv_bias",
         "k_bias",
         "feed_forward",
-        *LOCAL,
+        *PLAIN,
         "last_norm",
         "scan_layers",
     )
