@@ -109,7 +109,7 @@ def name_here(name: str) -> str | None:
     >>> name_here("deit_tiny_distilled_patch16_224")
     "'deit_tiny_distilled_patch16_224' is 'deit_ti16_distilled' here"
     """
-    pattern = r"(\w+?)_(tiny|small|base|large|giant)(_distilled)?(?:_patch(\d+)_?(.*))?"
+    pattern = r"(\w+?)_(tiny|small|base|large|giant)(_distilled)?(?:_patch(\d+)_?(.*)|_window.*)?"
     match = re.fullmatch(pattern, name.replace("-", "_"))
     if match is None:
         return None
