@@ -2,9 +2,12 @@
 
     rope_jax train --config=cat:variant=cat_5,path=FOLDER --workdir=runs/cat_5
 
+The paper also mentions Swin V2, without size and settings: `variant=swinv2_t`, with windows of 7
+tokens, is this library's counterpart.
+
 Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six times the model's
 multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6, vit and
-dinov2 9, beit 6.
+dinov2 9, beit 6, swinv2_t 1.
 
 Published accuracies: `rope_jax reproduce cat/table_1`, and `cat/table_4`, whose rows are options of
 cat_5 (`--config.model.options=imprint=none`).
@@ -22,19 +25,21 @@ Known deviations from the original:
 from rope_jax import config as cfg
 
 _PRINTED = "patch_size=8,width=1024,depth=5,heads=8"
-# Table 1's baselines: model, its options, and the batch size of the text.
+# Table 1's baselines: model, its options, and the batch size of the text; and Swin V2 with windows
+# of a thirty-second of the image, 7 tokens at 224 pixels.
 BASELINES = {
     "vit": ("cat_vit_5", "", 32),
     "dinov2": ("dinov2_s14", f"{_PRINTED},mlp_ratio=2.5,qkv_bias=False", 64),
     "beit": ("beit_b16", f"{_PRINTED},mlp_ratio=1.0", 32),
+    "swinv2_t": ("swinv2_t", "window_size=None", 128),
 }
 
 
 def get_config(arguments: str | None = None):
     """Arguments: variant, position, resolution, epochs, source, path, seed.
 
-    variant is cat_5, a baseline of table 1 (vit, dinov2 or beit), or another model; position None
-    is the model's own scheme.
+    variant is cat_5, a baseline of table 1 (vit, dinov2 or beit), swinv2_t, or another
+    model; position None is the model's own scheme.
     """
     args = cfg.recipe_arguments(
         arguments,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.layers import LayerNorm, linear
+from rope_jax.models.layers import LayerNorm, linear, unit
 from rope_jax.positions import Position, Terms
 from rope_jax.system.sharding import over_batch
 from rope_jax_kernels import (
@@ -168,7 +169,7 @@ class SelfAttention(nnx.Module):
         if isinstance(pattern, PaddedWindow | PaddedNeighborhood):
             filling = self._bias() if pattern.padding == "tokens" else None
             qkv = _pad_map(qkv, pattern.padded_size(grid), filling)
-        qkv = qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads)
+        qkv = self.prepare(qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads))
         scale = self.scale
         if terms.logit_scale != 1:  # a number, as kernels take it
             base_scale = qkv.shape[-1] ** -0.5 if scale is None else scale
@@ -195,12 +196,61 @@ class SelfAttention(nnx.Module):
 
         return project(out)
 
+    def prepare(
+        self, qkv: Float[Array, "B *places three N D"]
+    ) -> Float[Array, "B *places three N D"]:
+        """Changes q, k and v before the positional scheme and the logits."""
+        return qkv
+
     def _bias(self) -> Float[Array, " C3"] | None:
         """The bias of q, k and v, with zeros for k if that has none; None without any."""
         if self.qv_bias is None:
             return None if self.qkv.bias is None else self.qkv.bias[...]
         q_bias, v_bias = jnp.split(self.qv_bias[...], 2)
         return jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
+
+
+class CosineAttention(SelfAttention):
+    """Attention by cosines of q and k (Swin V2, arXiv 2111.09883, eq. 2).
+
+    The logits are exp(min(s, ln 100)) cos(q, k) plus the bias, with a learned s per head that
+    starts at ln 10. q and k are divided by their lengths before a scheme acts on them.
+    """
+
+    scale = 1.0
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        *,
+        qkv_bias: bool = True,
+        k_bias: bool = True,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        biases = {"qkv_bias": qkv_bias, "k_bias": k_bias}
+        super().__init__(features, heads, **biases, rngs=rngs, dtypes=dtypes)
+        self.logit_scale = nnx.Param(jnp.full((heads,), math.log(10), dtypes["param_dtype"]))
+
+    def prepare(
+        self, qkv: Float[Array, "B *places three N D"]
+    ) -> Float[Array, "B *places three N D"]:
+        scale = jnp.exp(jnp.minimum(self.logit_scale[...], math.log(100)))
+        return _make_units(qkv, scale)
+
+
+@jax.checkpoint
+def _make_units(
+    qkv: Float[Array, "B *places three N D"], scale: Float[Array, " N"]
+) -> Float[Array, "B *places three N D"]:
+    """Divides q and k by their lengths and multiplies q by a factor per head; rounded once.
+
+    So the logits' own factor is 1, and every kernel serves. It is recomputed in the backward pass.
+    """
+    q, k, v = jnp.moveaxis(qkv, -3, 0)
+    q, k = unit(q) * scale[:, None], unit(k)
+    return jnp.stack([q.astype(v.dtype), k.astype(v.dtype), v], axis=-3)
 
 
 def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import SelfAttention
+from rope_jax.models.attention import CosineAttention, SelfAttention
 from rope_jax.models.layers import FEED_FORWARD, layer_norm, layer_scale
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid
@@ -18,13 +18,21 @@ from rope_jax_kernels import Pattern
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with an optional LayerScale."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with an optional LayerScale.
+
+    With `post_norm`, x + norm(attention(x)), then x + norm(mlp(x)), by norms that start at 0
+    (res-post-norm of Swin V2, arXiv 2111.09883).
+    """
 
     def __init__(self, options: Any, *, rngs: nnx.Rngs, dtypes: dict):
         width, hidden = options.width, int(options.width * options.mlp_ratio)
         self.norm1 = layer_norm(width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         self.norm2 = layer_norm(width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
-        self.attn = SelfAttention(
+        self.post_norm = options.post_norm
+        for norm in (self.norm1, self.norm2) if options.post_norm else ():
+            norm.scale.set_value(jnp.zeros_like(norm.scale[...]))
+        attention = CosineAttention if options.cosine else SelfAttention
+        self.attn = attention(
             width,
             options.heads,
             qkv_bias=options.qkv_bias,
@@ -57,9 +65,12 @@ class Block(nnx.Module):
             key: for drop path; None (evaluation) drops nothing.
         """
         keys = (None, None) if key is None else jax.random.split(key)
-        branch = self.attn(x, grid, pattern, terms, norm=self.norm1)
+        post = self.post_norm
+        branch = self.attn(x, grid, pattern, terms, norm=None if post else self.norm1)
+        branch = self.norm1(branch) if post else branch
         x = x + drop_path(branch if self.scale1 is None else self.scale1(branch), drop, keys[0])
-        branch = self.mlp(x, self.norm2)
+        branch = self.mlp(x, None if post else self.norm2)
+        branch = self.norm2(branch) if post else branch
         return x + drop_path(branch if self.scale2 is None else self.scale2(branch), drop, keys[1])
 
 

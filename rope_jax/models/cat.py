@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import declare, drop_path
 from rope_jax.models.layers import Mlp, make_head, torch_linear
 from rope_jax.models.registry import register
-from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.models.vit import PLAIN, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive
 from rope_jax.positions import Terms, grids
 from rope_jax.positions.grids import Grid
@@ -101,7 +101,7 @@ class CATOptions(ViTOptions):
         "qkv_bias",
         "k_bias",
         "feed_forward",
-        *LOCAL,
+        *PLAIN,
         "last_norm",
         "scan_layers",
     )

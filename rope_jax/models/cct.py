@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import PatchEmbed, conv, linear, output_size
 from rope_jax.models.registry import register
-from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.models.vit import PLAIN, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
@@ -63,7 +63,7 @@ class CCTOptions(ViTOptions):
         "layer_scale",
         "k_bias",
         "feed_forward",
-        *LOCAL,
+        *PLAIN,
     )
 
     def __post_init__(self):

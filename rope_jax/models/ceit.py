@@ -24,7 +24,7 @@ from rope_jax.models.layers import (
     torch_linear,
 )
 from rope_jax.models.registry import register
-from rope_jax.models.vit import LOCAL, SIZES, ViT, ViTOptions
+from rope_jax.models.vit import PLAIN, SIZES, ViT, ViTOptions
 from rope_jax.names.options import Count, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.conditional import depthwise
@@ -58,7 +58,7 @@ class CeiTOptions(ViTOptions):
         "layer_scale",
         "k_bias",
         "feed_forward",
-        *LOCAL,
+        *PLAIN,
         "scan_layers",  # a scan would have to collect class tokens and statistics of all layers
     )
 

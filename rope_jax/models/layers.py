@@ -173,6 +173,13 @@ def standardize(x: Float[Array, "... C"], epsilon: float) -> Float[Array, "... C
         return jax.nn.standardize(wide, variance=variance, epsilon=epsilon).astype(x.dtype)
 
 
+def unit(x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    """Vectors of length 1, float32 or wider; those shorter than 1e-12 are divided by 1e-12."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    squares = jnp.square(wide).sum(axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
+
+
 def layer_norm(features: int, epsilon: float, *, rngs: nnx.Rngs, dtypes: dict) -> LayerNorm:
     """Layer normalisation of the last axis, with the variance in two passes, as in torch."""
     return LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)

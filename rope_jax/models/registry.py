@@ -109,7 +109,7 @@ def name_here(name: str) -> str | None:
     >>> name_here("deit_tiny_distilled_patch16_224")
     "'deit_tiny_distilled_patch16_224' is 'deit_ti16_distilled' here"
     """
-    pattern = r"(\w+?)_(tiny|small|base|large|giant)(_distilled)?(?:_patch(\d+)_?(.*))?"
+    pattern = r"(\w+?)_(tiny|small|base|large|giant)(_distilled)?(?:_patch(\d+)_?(.*)|_window.*)?"
     match = re.fullmatch(pattern, name.replace("-", "_"))
     if match is None:
         return None
@@ -276,11 +276,11 @@ def create_backbone(description: Description, *, seed: int, dtype: Any) -> nnx.M
     model = make(size)
     model.name, model.notation, model.image_size = description.name, description.position, size
     model.trained_size = description.trained_size
-    if model.trained_size != size:  # rotations extend from the training grid
+    if model.trained_size != size:  # schemes extend from the training grid
         trained_modules = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(model.trained_size))))
         for path, module in nnx.iter_modules(model):
-            if hasattr(module, "trained"):
-                module.trained = trained_modules[path].trained
+            for name in getattr(module, "of_training", ()):
+                setattr(module, name, getattr(trained_modules[path], name))
     return model
 
 

@@ -57,6 +57,10 @@ class HierarchyOptions(Options):
         mlp_ratio: hidden channels of the MLP, relative to the stage's.
         layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
         qkv_bias: bias of the projection to q, k, v.
+        k_bias: whether that bias includes k.
+        post_norm: Swin V2's norms, see `ViTOptions`, and patch merging with its norm after the
+            projection.
+        cosine: Swin V2's attention, see `ViTOptions`.
         norm_epsilon: of every layer norm.
         last_norm: whether there is a layer norm after the last stage.
         drop_path: probability of dropping a residual branch in training, linear from 0 in the
@@ -70,6 +74,9 @@ class HierarchyOptions(Options):
     mlp_ratio: Positive = 4.0
     layer_scale: float | None = None
     qkv_bias: bool = True
+    k_bias: bool = True
+    post_norm: bool = False
+    cosine: bool = False
     norm_epsilon: Positive = 1e-5
     last_norm: bool = True
     drop_path: Rate = 0.2
@@ -101,6 +108,9 @@ class HierarchyOptions(Options):
             class_token=False,
             layer_scale=self.layer_scale,
             qkv_bias=self.qkv_bias,
+            k_bias=self.k_bias,
+            post_norm=self.post_norm,
+            cosine=self.cosine,
             norm_epsilon=self.norm_epsilon,
         )
 
@@ -108,12 +118,22 @@ class HierarchyOptions(Options):
 class PatchMerging(nnx.Module):
     """Concatenates 2 x 2 tokens, normalises them and projects them to twice the channels.
 
-    Odd maps are padded with a row or column of zeros.
+    With `post_norm`, they are projected and then normalised. Odd maps are padded with a row or
+    column of zeros.
     """
 
-    def __init__(self, features: int, norm_epsilon: float, *, rngs: nnx.Rngs, dtypes: dict):
-        wide = 4 * features
-        self.norm = layer_norm(wide, norm_epsilon, rngs=rngs, dtypes=dtypes)
+    def __init__(
+        self,
+        features: int,
+        norm_epsilon: float,
+        *,
+        post_norm: bool,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        wide, self.post_norm = 4 * features, post_norm
+        normed = 2 * features if post_norm else wide
+        self.norm = layer_norm(normed, norm_epsilon, rngs=rngs, dtypes=dtypes)
         self.reduction = linear(wide, 2 * features, use_bias=False, rngs=rngs, dtypes=dtypes)
 
     def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B h w C2"]:
@@ -122,7 +142,7 @@ class PatchMerging(nnx.Module):
         x = x.reshape(batch, height // 2, 2, width // 2, 2, features)
         # Rows before columns: (even row, even column), (odd, even), (even, odd), (odd, odd).
         x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, height // 2, width // 2, 4 * features)
-        return self.reduction(x, self.norm)
+        return self.norm(self.reduction(x)) if self.post_norm else self.reduction(x, self.norm)
 
 
 class HierarchyStage(nnx.Module):
@@ -213,7 +233,9 @@ class Hierarchy(Backbone):
 
     def downsample(self, features: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the downsampling after a stage of `features` channels."""
-        return PatchMerging(features, self.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        options = self.options
+        epsilon, post_norm = options.norm_epsilon, options.post_norm
+        return PatchMerging(features, epsilon, post_norm=post_norm, rngs=rngs, dtypes=dtypes)
 
     @abc.abstractmethod
     def pattern(self) -> Window | Neighborhood:
@@ -311,7 +333,8 @@ class SwinWindow(Window):
 class Swin(Hierarchy):
     """Swin transformer: windows, shifted by half their size in every second block.
 
-    Source: arXiv 2103.14030. On a map with a side no longer than the windows:
+    Sources: arXiv 2103.14030 and, with `post_norm`, `cosine` and the scheme `cpb`, Swin V2,
+    arXiv 2111.09883. On a map with a side no longer than the windows:
 
     - If squares of its short side tile the map, they are its windows, without shifts
       (microsoft/Swin-Transformer). A square map is one window; the 7 x 14 tokens of the last stage
@@ -361,5 +384,8 @@ _SMALL = {"depths": (2, 2, 18, 2), "drop_path": 0.3}
 _BASE = {"width": 128, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32), "drop_path": 0.5}
 SIZES = {"t": {}, "s": _SMALL, "b": _BASE}
 
+_V2 = SwinOptions(window_size=8, k_bias=False, post_norm=True, cosine=True)
+
 for size, changes in SIZES.items():
     register(f"swin_{size}", Swin, SwinOptions(), position="rpb", **changes)
+    register(f"swinv2_{size}", Swin, _V2, position="cpb", image_size=256, **changes)

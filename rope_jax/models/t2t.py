@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import Block
 from rope_jax.models.layers import Mlp, dropout, layer_norm, linear, output_size
 from rope_jax.models.registry import register
-from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.models.vit import PLAIN, ViT, ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import orthogonal_init
@@ -51,7 +51,7 @@ class T2TOptions(ViTOptions):
     logit_scale: Literal["head", "width"] = "head"
 
     draws: ClassVar[tuple[str, ...]] = ("performer_dropout", "drop_path")
-    fixed: ClassVar[tuple[str, ...]] = ("patch_size", "patch_norm", *LOCAL)
+    fixed: ClassVar[tuple[str, ...]] = ("patch_size", "patch_norm", *PLAIN)
 
     def __post_init__(self):
         super().__post_init__()

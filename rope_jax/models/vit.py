@@ -40,7 +40,9 @@ from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import normal_init
 from rope_jax_kernels import Global, Neighborhood, Pattern
 
-LOCAL = (
+PLAIN = (
+    "post_norm",
+    "cosine",
     "attention",
     "kernel_size",
     "dilation",
@@ -49,7 +51,7 @@ LOCAL = (
     "window_padding",
     "window_box",
 )
-"""Options of attention that is not global, which some families do not have."""
+"""Options of the plain ViT's blocks and attention, which some families do not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,10 @@ class ViTOptions(Options):
         layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
         qkv_bias: bias of the projection to q, k, v.
         k_bias: whether that bias includes k.
+        post_norm: normalise the output of each residual branch instead of its input, by norms whose
+            scale starts at 0 (Swin V2).
+        cosine: the logits of attention are cosines of q and k, times a learned scale per head that
+            starts at 10 and stays up to 100 (Swin V2), see `SelfAttention`.
         feed_forward: "mlp", or "swiglu" with two thirds of the hidden channels.
         norm_epsilon: of every layer norm.
         last_norm: whether there is a layer norm after the last block; False for backbones of dense
@@ -113,6 +119,8 @@ class ViTOptions(Options):
     layer_scale: float | None = None
     qkv_bias: bool = True
     k_bias: bool = True
+    post_norm: bool = False
+    cosine: bool = False
     feed_forward: Literal["mlp", "swiglu"] = "mlp"
     norm_epsilon: Positive = 1e-6
     last_norm: bool = True

@@ -183,6 +183,7 @@ class LieRE(Position):
     resolution = "extrapolate"
     relative = False
     per_head = per_layer = learnable = True
+    of_training = ("unit",)
 
     def __init__(
         self,

@@ -187,13 +187,15 @@ class ContinuousBias(Position):
     """Log-spaced continuous position bias: a small network of the offset (Swin V2, eq. 3, 4).
 
     16 sigmoid(W_2 relu(W_1 o + b)) per layer, with one output of W_2 per head, of the offset
-    o = sign(d) log2(1 + 8 |d|) / log2(8); d is query minus key and 1 at the border of the map or
-    window of creation. Larger maps go beyond 1: nothing is resampled. Pairs with a prefix token get
-    8, the output of an untrained network. Swin V2's cosine attention is not included
-    (arXiv 2111.09883).
+    o = sign(d) log2(1 + 8 |d|) / log2(8); d is query minus key and 1 at the border of a map or
+    window. Nothing is resampled. Pairs with a prefix token get 8, the output of an untrained
+    network. Swin V2's cosine attention is an option of models, `cosine` (arXiv 2111.09883).
 
     Options:
         hidden: width of the network, 512.
+        normalise: the map or window at whose border d is 1: that of "creation", so that larger ones
+            go beyond 1 (official weights for other windows than those of their pretraining), or the
+            "current" one (the official code without `pretrained_window_sizes`).
     """
 
     paper = "Liu et al., arXiv 2111.09883, eq. 3, 4"
@@ -201,10 +203,18 @@ class ContinuousBias(Position):
     acts = "logits"
     resolution = "extrapolate"
     per_head = per_layer = learnable = True
+    of_training = ("border",)
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, hidden: Count = 512):
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        hidden: Count = 512,
+        normalise: Literal["creation", "current"] = "creation",
+    ):
         super().__init__(stage, rngs=rngs)
-        self.border = tuple(max(n - 1, 1) for n in stage.region(stage.grid))
+        self.border = _border(stage.region(stage.grid)) if normalise == "creation" else None
         init, depth, dtype = normal_init(0.02), stage.depth, stage.dtype
         kernel1 = init(rngs.params(), (depth, 2, hidden), dtype)
         kernel2 = init(rngs.params(), (depth, hidden, stage.heads), dtype)
@@ -212,9 +222,13 @@ class ContinuousBias(Position):
         self.bias1 = nnx.Param(jnp.zeros((depth, hidden), dtype), decay=False)
         self.kernel2 = nnx.Param(kernel2, decay=False)
 
+    def coords(self, region: Grid) -> Float[np.ndarray, "rows columns 2"]:
+        """Returns o of all offsets on a map or window of (h, w): [2h-1, 2w-1, (y, x)]."""
+        apart = all_offsets(region) / (self.border or _border(region))
+        return np.sign(apart) * np.log2(1 + 8 * np.abs(apart)) / 3
+
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        apart = all_offsets(self.stage.region(grid)) / self.border
-        apart = jnp.asarray(np.sign(apart) * np.log2(1 + 8 * np.abs(apart)) / 3, self.stage.dtype)
+        apart = jnp.asarray(self.coords(self.stage.region(grid)), self.stage.dtype)
         hidden = jnp.einsum("hwa,lac->lhwc", apart, self.kernel1[...], precision="highest")
         hidden = jax.nn.relu(hidden + self.bias1[...][:, None, None])
         table = jnp.einsum("lhwc,lcn->lnhw", hidden, self.kernel2[...], precision="highest")
@@ -222,6 +236,11 @@ class ContinuousBias(Position):
         if self.stage.prefix:
             bias = jnp.pad(bias, [(0, 0), (0, 0), (0, 3)], constant_values=8)
         return Terms(bias=PerLayer(bias))
+
+
+def _border(region: Grid) -> Grid:
+    """The largest offsets in a region, at least 1."""
+    return tuple(max(n - 1, 1) for n in region)
 
 
 @scheme("alibi2d")

@@ -59,6 +59,7 @@ class Rotary(Position):
     acts = "rotation"
     resolution = "extrapolate"
     extension = Extension()
+    of_training = ("trained",)
     multiple: ClassVar[int] = 2  # divides the number of pairs, so that all axes have as many
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: Pairing = "half", k_rope: int = 1):

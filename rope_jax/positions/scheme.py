@@ -172,6 +172,7 @@ class Position(nnx.Module):
         shrink: how its bias table is resampled to a smaller map; None for schemes without one.
         extension: how its rotation extends to other grid sizes; None for schemes without
             one. Its fields are options of the scheme, besides those of the constructor.
+        of_training: attributes that describe the training grid, from which the scheme extends.
     """
 
     paper: ClassVar[str] = "thesis, table 4.1"
@@ -186,6 +187,7 @@ class Position(nnx.Module):
     augments: ClassVar[bool] = False
     wraps: ClassVar[bool] = False
     within_windows: ClassVar[bool] = False
+    of_training: ClassVar[tuple[str, ...]] = ()
     shrink: str | None = None
     extension: Extension | None = None
 

@@ -146,7 +146,7 @@ def fill(
         if not np.allclose(array, expected, rtol=precision, atol=drift):
             problems.append(
                 f"{key} is computed here, and is not what the file holds: create the model with "
-                "the position that these weights were trained with"
+                "the position and the windows that these weights were trained with"
             )
     refuse(problems, source)
     variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))

@@ -4,13 +4,25 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.positions import PerLayer
-from rope_jax.weights.layouts import FLAT_FREQS, FREQS, OFFSETS, TOKENS, WINDOW_OFFSETS, find_rotary
+from rope_jax.positions.relative import ContinuousBias
+from rope_jax.weights.layouts import (
+    FLAT_FREQS,
+    FREQS,
+    OFFSETS,
+    Q_BIAS,
+    TOKENS,
+    V_BIAS,
+    WINDOW_OFFSETS,
+    find_rotary,
+)
 from rope_jax.weights.tables import (
     APE,
+    Frozen,
     Preprocessing,
     Row,
     Table,
     conv,
+    cosine_attention,
     dense,
     hierarchical,
     isotropic,
@@ -21,19 +33,40 @@ SWIN_DROPPED = (f"{_BLOCK}.attn_mask", f"{_BLOCK}.attn.relative_position_index")
 
 
 def swin_rows(*, downsample: str = "layers.{s}.downsample", head: str = "head") -> list[Row]:
-    """Rows of Swin and other backbones with patch merging by a linear layer."""
+    """Rows of Swin, Swin V2 and other backbones with patch merging by a linear layer."""
+    qv_bias = "stages.{s}.blocks.{j}.attn.qv_bias"
     offsets = f"{_BLOCK}.attn.relative_position_bias_table"
     return [
         *hierarchical(downsample=downsample, head=head),
         *dense("stages.{s}.downsample.reduction", f"{downsample}.reduction"),
         ("stages.0.position.ape.embedding", "absolute_pos_embed", TOKENS),
         ("stages.{s}.position.rpb.offsets.{j}", offsets, WINDOW_OFFSETS),
+        (qv_bias, f"{_BLOCK}.attn.q_bias", Q_BIAS),
+        (qv_bias, f"{_BLOCK}.attn.v_bias", V_BIAS),
+        *cosine_attention(f"{_BLOCK}.attn", "cpb_mlp"),
     ]
 
 
+def _offset_coords(
+    model: nnx.Module, numbers: dict[str, int], shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """Offsets of Swin V2's bias, [1, 2h-1, 2w-1, 2]; they depend on the window of pretraining."""
+    stages = getattr(model, "stages", ())
+    if numbers["s"] >= len(stages) or len(shape) != 4:
+        return None
+    schemes = stages[numbers["s"]].position.schemes()
+    cpb = next((scheme for scheme in schemes if isinstance(scheme, ContinuousBias)), None)
+    return None if cpb is None else cpb.coords(((shape[1] + 1) // 2, (shape[2] + 1) // 2))[None]
+
+
+SWIN_FROZEN: tuple[tuple[str, Frozen], ...] = (
+    (f"{_BLOCK}.attn.relative_coords_table", _offset_coords),
+)
+
+
 def swin(model: nnx.Module) -> Table:
-    """microsoft/Swin-Transformer; evaluated on the central 224 of 256 pixels."""
-    return Table(swin_rows(), dropped=SWIN_DROPPED)
+    """microsoft/Swin-Transformer, V1 and V2; evaluated on the central 224 of 256 pixels."""
+    return Table(swin_rows(), dropped=SWIN_DROPPED, frozen=SWIN_FROZEN)
 
 
 def nat(model: nnx.Module) -> Table:

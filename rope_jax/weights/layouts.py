@@ -250,6 +250,8 @@ DENSE = _axes(1, 0)
 CONV = _axes(2, 3, 1, 0)
 POINTWISE = Rule(lambda x, slot: x[:, :, 0, 0].T, lambda x, slot: x.T[:, :, None, None])
 """A 1 x 1 convolution, [O, I, 1, 1], which is a linear layer here."""
+PER_HEAD = Rule(lambda x, slot: x[:, 0, 0], lambda x, slot: x[:, None, None])
+"""A number per head, [N, 1, 1] in files."""
 FIRST = Rule(lambda x, slot: x[0], lambda x, slot: x[None])
 """A tensor with a leading axis of length 1 in files."""
 DECONV = _axes(2, 3, 0, 1)

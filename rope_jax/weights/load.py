@@ -63,8 +63,8 @@ def convert_state_dict(
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
             "ceit", "t2t", "cat", "dinov2", "dinov3", "resformer", "augreg" (Google's ViTs) or
-            "transformers" (Hugging Face's, of ViT, DeiT, DINOv2, DINOv3, BEiT, Swin, NAT and
-            DiNAT); for dense prediction "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter",
+            "transformers" (Hugging Face's, of ViT, DeiT, DINOv2, DINOv3, BEiT, Swin, Swin V2, NAT
+            and DiNAT); for dense prediction "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter",
             "mmseg", "segmenter" or "mask2former"; "rope_jax" for the names of parameters here. With
             those of classifiers the backbone of a model of dense prediction is filled.
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be

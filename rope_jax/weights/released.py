@@ -190,7 +190,8 @@ def list_weights(
 @functools.cache
 def schemes_of_weights(position: str) -> frozenset:
     """The schemes of a position, without options on which weights do not depend."""
-    ignored = ("decay", "extend", "grow", "log_scale", "pairing", "resize", "shrink", "std")
+    ignored = ("decay", "extend", "grow", "log_scale", "normalise", "pairing")
+    ignored += ("resize", "shrink", "std")
     return unordered(parse(position, "position"), ignored)
 
 

@@ -11,6 +11,7 @@ from rope_jax.models.description import Preprocessing
 from rope_jax.weights.layouts import (
     CONV,
     DENSE,
+    PER_HEAD,
     Q_BIAS,
     QKV_BIAS,
     QKV_WEIGHT,
@@ -160,6 +161,17 @@ def projections(ours: str, query: str, key: str, value: str) -> list[Row]:
         rows.append((f"{ours}.qkv.bias", f"{theirs}.bias", bias))
     rows.append((f"{ours}.qv_bias", f"{query}.bias", Q_BIAS))
     return [*rows, (f"{ours}.qv_bias", f"{value}.bias", V_BIAS)]
+
+
+def cosine_attention(theirs: str, network: str) -> list[Row]:
+    """Rows of the scales and the position bias of Swin V2; `network` names the network's layers."""
+    ours = "stages.{s}.position.cpb"
+    return [
+        ("stages.{s}.blocks.{j}.attn.logit_scale", f"{theirs}.logit_scale", PER_HEAD),
+        (f"{ours}.kernel1.{{j}}", f"{theirs}.{network}.0.weight", DENSE),
+        (f"{ours}.bias1.{{j}}", f"{theirs}.{network}.0.bias", SAME),
+        (f"{ours}.kernel2.{{j}}", f"{theirs}.{network}.2.weight", DENSE),
+    ]
 
 
 def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:

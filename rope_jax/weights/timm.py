@@ -1,6 +1,7 @@
 """Name table of huggingface/pytorch-image-models.
 
-For DeiT, DeiT-III, DINOv2 (vision_transformer.py), RoPE-ViT, DINOv3 (eva.py), BEiT and Swin.
+For DeiT, DeiT-III, DINOv2 (vision_transformer.py), RoPE-ViT, DINOv3 (eva.py), BEiT, Swin and
+Swin V2.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from flax import nnx
 
 from rope_jax.models.description import Preprocessing
 from rope_jax.positions.rotary_models import DinoV3
-from rope_jax.weights.hierarchical import SWIN_DROPPED, swin_rows
+from rope_jax.weights.hierarchical import SWIN_DROPPED, SWIN_FROZEN, swin_rows
 from rope_jax.weights.layouts import DENSE, FREQS, Q_BIAS, SAME, V_BIAS, WINDOW_OFFSETS, find_rotary
 from rope_jax.weights.tables import APE, Row, Table, halves, isotropic, norm
 
@@ -27,7 +28,7 @@ def timm(model: nnx.Module) -> Table:
         # A stage begins with the downsampling that ends the previous one in Microsoft's code.
         rows = swin_rows(downsample="layers.{next}.downsample", head="head.fc")
         evaluation = _evaluation(4 * max(model.stages[0].position.stage.grid))
-        return Table(rows, "interleaved", evaluation, SWIN_DROPPED)
+        return Table(rows, "interleaved", evaluation, SWIN_DROPPED, SWIN_FROZEN)
     options, rotary = model.options, find_rotary(model.position)
     eva = rotary is not None or not options.k_bias
     table = "attn.relative_position_bias_table"

@@ -12,14 +12,24 @@ from flax import nnx
 from rope_jax.models.description import Preprocessing
 from rope_jax.positions.rotary_models import DinoV3
 from rope_jax.weights.layouts import FIRST, OFFSETS, SAME, TOKENS, WINDOW_OFFSETS, find_rotary
-from rope_jax.weights.tables import Row, Table, conv, dense, halves, norm, projections, within
+from rope_jax.weights.tables import (
+    Row,
+    Table,
+    conv,
+    cosine_attention,
+    dense,
+    halves,
+    norm,
+    projections,
+    within,
+)
 from rope_jax.weights.timm import has_prefix_offsets, prefix_offsets
 
 _HALF = (0.5,) * 3
 
 
 def transformers(model: nnx.Module) -> Table:
-    """transformers' names, of ViT and DeiT, DINOv2, DINOv3, BEiT, Swin, NAT and DiNAT.
+    """transformers' names, of ViT and DeiT, DINOv2, DINOv3, BEiT, Swin, Swin V2, NAT and DiNAT.
 
     Names are those in files, which `save_pretrained` of every version writes; version 5 has others
     in memory. The norms of its ViT, DeiT and BEiT have an epsilon of 1e-12, where the authors have
@@ -27,7 +37,7 @@ def transformers(model: nnx.Module) -> Table:
     and so are mask tokens.
     """
     if model.hierarchical:
-        return _swin() if hasattr(model.patch_embed.proj, "kernel") else _nat(model)
+        return (_swin if hasattr(model.patch_embed.proj, "kernel") else _nat)(model)
     if isinstance(find_rotary(model.position), DinoV3):
         return _dinov3(model)
     if not model.options.k_bias:
@@ -162,7 +172,7 @@ def _is_gated(model: nnx.Module) -> bool:
     return model.options.feed_forward == "swiglu"
 
 
-def _swin() -> Table:
+def _swin(model: nnx.Module) -> Table:
     stage = "encoder.layers.{s}"
     layer, attention = f"{stage}.blocks.{{j}}", f"{stage}.blocks.{{j}}.attention.self"
     offsets = f"{attention}.relative_position_bias_table"
@@ -174,12 +184,14 @@ def _swin() -> Table:
     rows += [
         *_layer("stages.{s}.blocks.{j}", layer, inner="self"),
         (f"{ours}.rpb.offsets.{{j}}", offsets, WINDOW_OFFSETS),
+        *cosine_attention(attention, "continuous_position_bias_mlp"),
         *dense("stages.{s}.downsample.reduction", f"{stage}.downsample.reduction"),
         *norm("stages.{s}.downsample.norm", f"{stage}.downsample.norm"),
         *norm("norm", "layernorm"),
     ]
     index = f"{attention}.relative_position_index"
-    return _table(("swin.",), rows, Preprocessing(), dropped=(index,))
+    start = "swinv2." if model.options.cosine else "swin."
+    return _table((start,), rows, Preprocessing(), dropped=(index,))
 
 
 def _nat(model: nnx.Module) -> Table:

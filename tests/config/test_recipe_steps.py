@@ -79,6 +79,8 @@ SLOW = {
         28_288_354 - 769_000 - 2 * 768 + 2 * (192 + 384 + 768) + 2_116_608 + DINO
     ),
     "swin:variant=swin_t,position=rpb": 28_288_354,
+    "swin:variant=swinv2_t": 28_347_154,
+    "cat:variant=swinv2_t": 28_347_154,
     "thesis:variant=nat_mini,position=rpb": 19_984_174,
     "lape:variant=deit_ti16": 5_722_024,
     "deit3:variant=s,position=rope_mixed": 21_988_840,

@@ -41,6 +41,7 @@ DECAYED = [
     ("thesis", "variant=swin_t,position=rpb+rope_mixed", TWO, {"offsets"}),
     ("swin", "position=rpb", TWO, set()),
     ("swin", "position=rope_mixed", TWO, set()),
+    ("swin", "variant=swinv2_t", TWO, set()),
     ("deit3", "position=rope_mixed+ape", ONE, set()),
     ("lape", "variant=deit_ti16", ONE, set()),
     ("cct", "variant=vit_lite_7_4", ONE, {"class_token", "embedding"}),

@@ -98,11 +98,16 @@ def create(config, classes):
 
 
 def test_swin_trains_with_the_windows_of_its_resolution():
-    for resolution, side in ((224, 7), (384, 12)):
-        config = resolve_recipe("swin", f"resolution={resolution}")
+    recipes = [("swin", "", 224, 7), ("swin", "resolution=384", 384, 12)]
+    recipes += [("swin", "variant=swinv2_t", 256, 8), ("cat", "variant=swinv2_t", 224, 7)]
+    for name, arguments, resolution, side in recipes:
+        config = resolve_recipe(name, arguments)
+        assert config.data.image_size == resolution
         model = create(config, 1000)
         assert model.window == (side, side)
-        assert config.eval.scale_windows  # which leaves windows of the training resolution alone
+        assert (
+            config.eval.scale_windows or name == "cat"
+        )  # which leaves windows of the training resolution alone
         model.scale_windows()
         model.prepare((resolution, resolution))
         assert model.window == (side, side)

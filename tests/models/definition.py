@@ -115,8 +115,11 @@ def attend(x, layer, heads, *, theta=None, interleaved=False, bias=None, allowed
     """Attention of tokens [L, C].
 
     theta(head) [L, R] rotates q and k, bias(head) [L, L] is added to the logits. layer.local(v), if
-    defined, is added to the output of a head.
+    defined, is added to the output of a head. With layer.logit_scale, logits are cosines times its
+    exponential, at most 100.
     """
+    scales = getattr(layer, "logit_scale", None)
+    scales = [scale] * heads if scales is None else np.minimum(np.exp(value(scales)), 100)
     local = getattr(layer, "local", None)
     qkv = dense(x, layer.qkv)
     if getattr(layer, "qv_bias", None) is not None:
@@ -124,6 +127,9 @@ def attend(x, layer, heads, *, theta=None, interleaved=False, bias=None, allowed
         qkv = qkv + np.concatenate([q, 0 * q, v])
     out, parts = [], zip(*(np.split(y, heads, 1) for y in np.split(qkv, 3, 1)), strict=True)
     for head, (q, k, v) in enumerate(parts):
+        scale = scales[head]
+        if hasattr(layer, "logit_scale"):
+            q, k = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (q, k))
         if theta is not None:
             q, k = turn(q, theta(head), interleaved), turn(k, theta(head), interleaved)
         logits = q @ k.T * (q.shape[1] ** -0.5 if scale is None else scale)
@@ -186,9 +192,11 @@ def vit(
             settings["theta"] = theta(index)
         if allowed is not None:
             settings["allowed"] = allowed(index)
-        normed = norm(x, block.norm1, epsilon) + (0 if joins is None else joins(index))
-        x = x + scale(block, 1) * attend(normed, block.attn, options.heads, **settings)
-        x = x + scale(block, 2) * mlp(norm(x, block.norm2, epsilon), block.mlp)
+        added = 0 if joins is None else joins(index)
+        attend_tokens = lambda x, block=block, added=added, settings=settings: attend(
+            x + added, block.attn, options.heads, **settings
+        )
+        x = run_block(x, block, attend_tokens, options)
     if not options.pool_norm:
         x = norm(x, model.norm, epsilon)
     pooling = options.pooling or ("class" if options.class_token else "mean")
@@ -197,6 +205,16 @@ def vit(
     pooled = norm(pooled, model.norm, epsilon) if options.pool_norm else pooled
     logits = dense(pooled, model.head)
     return (logits + dense(x[1], model.distillation_head)) / 2 if options.distilled else logits
+
+
+def run_block(x, block, attend_tokens, options):
+    """The tokens [L, C] after a block, whose attention is a function of (normalised) tokens."""
+    branches = ((block.norm1, attend_tokens), (block.norm2, lambda x: mlp(x, block.mlp)))
+    for number, (layer, branch) in enumerate(branches, 1):
+        normalise = lambda x, layer=layer: norm(x, layer, options.norm_epsilon)
+        out = normalise(branch(x)) if options.post_norm else branch(normalise(x))
+        x = x + scale(block, number) * out
+    return x
 
 
 def scale(block, number):

@@ -20,6 +20,7 @@ CASES = {
     "cct_7_3x1": (VIT | {"depth": 3}, "ape+rpb"),
     "t2t_vit_7": ({"width": 24, "heads": 3, "token_width": 8, "random_features": 4}, "rpb"),
     "swin_t": (STAGES | {"window_size": 4}, "rope_mixed+rpb"),
+    "swinv2_t": (STAGES | {"window_size": 4}, "cpb(hidden=8)"),
     "dinat_small": (STAGES | {"kernel_size": 3, "dilations": (2, 1)}, "rpb+rope2d"),
 }
 

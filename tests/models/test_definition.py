@@ -75,6 +75,14 @@ def lape_of_sines(model):
     return {"joins": lambda layer: chain[layer]}
 
 
+def test_res_post_norm_and_cosine_attention_match_the_definition():
+    options = {"post_norm": True, "cosine": True, "layer_scale": 0.1, "dtype": jnp.float64}
+    model = small_model("deit_ti16", "ape", **options)
+    images = np.random.default_rng(1).standard_normal((2, 6, 10, 3))
+    want = [vit(model, model.options, image, **ape_of_deit(model)) for image in images]
+    np.testing.assert_allclose(run(model, jnp.asarray(images))[0], want, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "position", "scheme"),
     [

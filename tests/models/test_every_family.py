@@ -33,6 +33,7 @@ FAMILIES = {
     "ceit_t": (PATCH, [2]),
     "t2t_vit_7": (SMALL, [2]),
     "swin_t": (STAGES | {"window_size": 3}, [2, 4]),
+    "swinv2_t": (STAGES | {"window_size": 3}, [2, 4]),
     "dinat_small": (STAGES | {"kernel_size": 3, "dilations": (2, 1)}, [2, 4]),
 }
 SIZE = (16, 24)
@@ -165,6 +166,7 @@ READS = {
     "cat_5": lambda model, x: model.encode(x)[:, -1],
     "t2t_vit_7": _first,
     "swin_t": _mean,
+    "swinv2_t": _mean,
     "dinat_small": _mean,
 }
 

@@ -44,6 +44,7 @@ ALIKE = {
     "dinov3_s16": _SMALL,
     "nat_s_tiny": _STAGES,
     "resformer_ti16": _SMALL,
+    "swinv2_t": BACKBONES["swin_t"],
     "vit_adapter_ti16": (
         {**_PLAIN, "groups": (0,), "added": "last", "deform_heads": 2},
         *_FIXED[1:],

@@ -78,6 +78,9 @@ OTHERS = {
     # Of DeiT-S, less the table of 197 rows, plus the convolutions: a 3 x 3 kernel and a bias for
     # each of 384 channels, and in 12 layers of 64.
     "resformer_s16": 22_050_664 - 197 * 384 + 384 * 10 + 12 * 64 * 10,
+    "swinv2_b": 87_918_816,
+    "swinv2_s": 49_728_418,
+    "swinv2_t": 28_347_154,
     "t2t_vit_7": 4_255_694,
     "vit_lite_6_4": 3_190_538,
     "vit_lite_7_4": 3_716_874,

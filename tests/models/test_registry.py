@@ -107,6 +107,7 @@ def test_initial_weights_follow_the_seed_and_the_papers():
         ("vit_base_patch16_rope_224", {}, "' is 'deit3_b16' here, with position='rope2d'"),
         ("vit_large_patch14_reg4_dinov2.lvd142m", {}, "' is 'dinov2_l14_reg' here"),
         ("swin_tiny_patch4_window7_224", {}, "' is 'swin_t' here"),
+        ("swinv2_small_window16_256.ms_in1k", {}, "' is 'swinv2_s' here"),
         (
             "vit_s16",
             {"img_size": 224},

@@ -14,11 +14,14 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models import swin, vit
-from rope_jax_kernels import Window
-from tests.models.definition import attend, convolve, dense, mlp, norm, places, scale, value
+from rope_jax.models.attention import CosineAttention
+from rope_jax.models.layers import layer_dtypes
+from rope_jax_kernels import Window, window_bias
+from tests.models.definition import attend, convolve, dense, norm, places, run_block, value
 from tests.models.small import (
     check_gradients,
     compile_read,
+    fill,
     make_filled_model,
     pictures,
     run,
@@ -43,7 +46,12 @@ def patches(embed, image):
 def merge_patches(x, layer):
     x = np.pad(x, ((0, x.shape[0] % 2), (0, x.shape[1] % 2), (0, 0)))
     x = np.concatenate([x[0::2, 0::2], x[1::2, 0::2], x[0::2, 1::2], x[1::2, 1::2]], axis=2)
-    return norm(x, layer.norm, 1e-5) @ value(layer.reduction.kernel)
+    kernel = value(layer.reduction.kernel)
+    return (
+        norm(x @ kernel, layer.norm, 1e-5)
+        if layer.post_norm
+        else norm(x, layer.norm, 1e-5) @ kernel
+    )
 
 
 def attend_on(grid, x, block, heads, where, allowed, terms):
@@ -64,10 +72,9 @@ def stage_maps(
         x = x.reshape(-1, x.shape[2])
         for number, block in enumerate(stage.blocks):
             heads, where = model.options.heads[index], (index, number)
-            normed = norm(x, block.norm1, 1e-5)
-            out = attend(grid, normed, block, heads, where, allowed, terms)
-            x = x + scale(block, 1) * out
-            x = x + scale(block, 2) * mlp(norm(x, block.norm2, 1e-5), block.mlp)
+            arguments = (block, heads, where, allowed, terms)
+            attention = lambda x, grid=grid, arguments=arguments: attend(grid, x, *arguments)
+            x = run_block(x, block, attention, model.options)
         x = x.reshape(*grid, -1)
         maps.append(x)
         x = x if stage.downsample is None else downsample(x, stage.downsample)
@@ -133,6 +140,7 @@ def axial(heads):
 
 def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
     images = pictures(*size).astype(jnp.float64)
+    assert model.options.norm_epsilon == 1e-5
     maps = compile_read(model, lambda model, images, _: model.features(images))(images)
     wants = [stage_maps(model, image, allowed, terms, **parts) for image in np.asarray(images)]
     for got, *want in zip(maps, *wants, strict=True):
@@ -174,6 +182,110 @@ def test_swin_is_the_official_one_on_small_maps(size, window):
     assert_is_its_definition(
         model, windows(window), lambda *where: (offsets(model, *where, sign=1), None), size=size
     )
+
+
+# Swin V2
+
+
+def network_bias(model, stage, block, grid, border=None):
+    """The bias of a network of the offset; it is 1 at the border of the window of creation."""
+    position = model.stages[stage].position
+    kernel1, bias1, kernel2 = (
+        value(x)[block] for x in (position.kernel1, position.bias1, position.kernel2)
+    )
+    border = border or [side - 1 for side, _ in fit_windows(model.options.window_size, grid)]
+    apart = 8 * (places(grid)[:, None] - places(grid)) / border
+    hidden = (np.sign(apart) * np.log2(1 + abs(apart)) / 3) @ kernel1 + bias1
+    table = 16 / (1 + np.exp(-np.maximum(hidden, 0) @ kernel2))
+    return lambda head: table[..., head]
+
+
+V2 = {"post_norm": True, "cosine": True, "k_bias": False}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "position"),
+    some_slow(
+        [("swinv2_t", "cpb"), ("swinv2_t", "rope_mixed"), ("swin_t", "rpb")], [("swinv2_t", "cpb")]
+    ),
+)
+def test_swin_v2_matches_its_definition(name, position):
+    options = V2 if name == "swin_t" else {}
+    model = tiny(name, position, dtype=jnp.float64, window_size=4, **options)
+    for stage in model.stages:
+        scales = stage.blocks[0].attn.logit_scale
+        scales.set_value(scales[...].at[0].set(3).at[-1].set(5))  # beyond ln 100
+    terms = {
+        "cpb": lambda *where: (network_bias(model, *where), None),
+        "rpb": lambda *where: (offsets(model, *where, sign=1), None),
+        "rope_mixed": lambda *where: (None, mixed_angles(model, *where)),
+    }[position]
+    assert_is_its_definition(model, windows(4), terms)
+    assert nnx.eval_shape(lambda: rope_jax.create_model("swinv2_t")).window == (8, 8)
+
+
+def test_blocks_of_swin_v2_start_as_the_identity():
+    model = rope_jax.create_model("swinv2_t", image_size=64, window_size=4, num_classes=5, **TINY)
+    read = lambda model, images, _: (model.patch_embed(images), model.features(images)[0])
+    embedded, features = compile_read(model, read)(pictures(64, 64))
+    np.testing.assert_array_equal(embedded, features)
+    params = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model))}
+    constants = {
+        "stages.1.blocks.0.attn.logit_scale": math.log(10),
+        "stages.1.blocks.0.attn.qv_bias": 0,
+        "stages.1.blocks.0.norm2.scale": 0,
+        "stages.0.downsample.norm.scale": 1,
+        "stages.1.position.bias1": 0,
+        "patch_embed.norm.scale": 1,
+    }
+    for name, constant in constants.items():
+        np.testing.assert_array_equal(params[name], np.float32(constant), err_msg=name)
+    assert 0.018 < params["stages.1.position.kernel1"].std() < 0.022
+
+
+def test_the_clamp_of_cosine_attention_passes_no_gradient():
+    """Nor do tokens of zeros, such as padding, give one that is not finite."""
+    settings = {"rngs": nnx.Rngs(0), "dtypes": layer_dtypes(jnp.dtype("float32"))}
+    attention = CosineAttention(8, 2, **settings)
+    attention.logit_scale.set_value(jnp.array([4.0, 5.0]))
+    graph, params = nnx.split(attention)
+    qkv = (
+        jnp.zeros((1, 3, 3, 2, 4)).at[:, 1:].set(pictures(2, 4)[:1].reshape(1, 2, 1, 2, 6)[..., :4])
+    )
+    run = lambda params, qkv: nnx.merge(graph, params).prepare(qkv)
+    made, pull = jax.vjp(run, params, qkv)
+    lengths = np.linalg.norm(made, axis=-1)
+    np.testing.assert_allclose(lengths[0, 1:, 0], [[math.exp(4), 100]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(lengths[0, 1:, 1], 1, rtol=1e-6)
+    np.testing.assert_array_equal(made[:, :, 2], qkv[:, :, 2])
+    assert not lengths[0, 0].any()
+    of_params, of_qkv = pull(made)
+    gradient = of_params["logit_scale"][...]
+    assert gradient[0] > 1
+    assert gradient[1] == 0
+    assert np.isfinite(of_qkv).all()
+
+
+def test_larger_windows_extend_those_of_training(tmp_path):
+    """By default; `normalise=current` sees the same range in all of them."""
+    make = lambda size, position="cpb", **settings: rope_jax.create_model(
+        "swinv2_t", position=position, num_classes=5, image_size=size, **TINY, **settings
+    )
+    trained = fill(make(64, window_size=4))
+    rope_jax.save_pretrained(trained, tmp_path)
+    larger = rope_jax.create_model(tmp_path, image_size=96)
+    assert [stage.position.border for stage in larger.stages] == [(3, 3), (3, 3)]
+    trained.scale_windows()
+    trained.resize(32 * 6)
+    bias, grid = network_bias(trained, 0, 1, (6, 6), border=[3, 3]), (48, 48)
+    table = trained.stages[0].position.terms(grid).layer(1).bias
+    np.testing.assert_allclose(window_bias(table, (6, 6))[1], bias(1), rtol=1e-5)
+    current = make(64, "cpb(normalise=current)", window_size=None)
+    nnx.update(current, nnx.state(trained, nnx.Param))
+    table = current.stages[0].position.terms(grid).layer(1).bias
+    bias = network_bias(trained, 0, 1, (2, 2), border=[1, 1])
+    np.testing.assert_allclose(window_bias(table, (2, 2))[1], bias(1), rtol=1e-5)
 
 
 # Sizes
@@ -277,7 +389,7 @@ def test_absolute_embeddings_act_on_the_first_stage_only(name):
 
 
 def test_drop_path_grows_over_all_blocks():
-    for name, last in {"swin_t": 0.2, "swin_s": 0.3, "swin_b": 0.5}.items():
+    for name, last in {"swin_t": 0.2, "swin_s": 0.3, "swinv2_b": 0.5}.items():
         model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
         rates = [rate for stage in model.stages for rate in stage.rates]
         np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)

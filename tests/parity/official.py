@@ -21,6 +21,7 @@ _RULES = {
     "norm_weight": lambda z: np.float32(1) + np.float32(0.1) * z,
     "bias": lambda z: np.float32(0.1) * z,
     "layerscale": lambda z: np.float32(0.5) + np.float32(0.1) * z,
+    "logit_scale": lambda z: np.float32(3) + z,
     "table": lambda z: np.float32(0.5) * z,
     "running_mean": lambda z: np.float32(0.1) * z,
     "performer_kqv": lambda z: np.float32(0.25) * z / np.float32(math.sqrt(math.prod(z.shape[1:]))),

@@ -40,6 +40,9 @@ CASES = [
     ("swin_t", "rpb", "timm"),
     ("swin_t", "rope_mixed+rpb", "naver"),
     ("swin_t", "rope2d(base=50)", "naver"),
+    ("swinv2_t", "cpb(hidden=8)", "swin"),
+    ("swinv2_t", "cpb(hidden=8)", "timm"),
+    ("swinv2_t", "cpb(hidden=8)+rope2d", "timm"),
     ("nat_small", "rpb", "nat"),
     ("nat_s_tiny", "rpb", "nat"),
     ("dinat_s_tiny", "rpb", "swin"),
@@ -85,6 +88,7 @@ QUICK = [
     ("deit3_s16", "ape+rope_mixed(pairing=interleaved)", "timm"),
     ("nat_isotropic_s16", "rpb+rope2d(pairing=interleaved)", "nat"),
     ("swin_t", "rpb+ape", "swin"),
+    ("swinv2_t", "cpb(hidden=8)+rope2d", "timm"),
     ("nat_small", "rpb", "nat"),
     ("nat_small", "rpb", "transformers"),
     ("deit_ti16", "ape", "augreg"),
@@ -301,6 +305,30 @@ def test_stacked_blocks_have_the_names_of_a_list(name, position, source):
     if source == "naver":
         np.testing.assert_allclose(logits(scanned), logits(plain), rtol=0, atol=1e-5)
     assert_equal(export_state_dict(scanned, source=source), state_dict)
+
+
+def test_files_of_swin_v2_show_the_window_of_pretraining():
+    make = lambda window, position="cpb(hidden=8)": small(
+        "swinv2_t", position, window_size=window, seed=window
+    )
+    model = make(4)
+    weights = export_state_dict(model, source="swin")
+    block = "layers.1.blocks.1.attn"
+    shapes = {"logit_scale": (2, 1, 1), "q_bias": (32,), "v_bias": (32,)}
+    shapes |= {"cpb_mlp.0.weight": (8, 2), "cpb_mlp.0.bias": (8,), "cpb_mlp.2.weight": (2, 8)}
+    assert {key: weights[f"{block}.{key}"].shape for key in shapes} == shapes
+    assert weights["layers.0.downsample.norm.weight"].shape == (32,)
+    steps = np.linspace(-8, 8, 7, dtype=np.float32)
+    steps = np.sign(steps) * np.log2(1 + np.abs(steps)) / 3
+    table = np.stack(np.meshgrid(steps, steps, indexing="ij"), axis=-1)[None]
+    weights |= {f"{block}.relative_coords_table": table, f"{block}.relative_position_index": table}
+    other = make(4)
+    rope_jax.convert_state_dict(other, weights, source="swin")
+    assert_same(model, other)
+    with pytest.raises(ValueError, match="the position and the windows that these weights"):
+        rope_jax.convert_state_dict(make(2), weights, source="swin")
+    with pytest.raises(ValueError, match=r"relative_coords_table of shape .* is not expected"):
+        rope_jax.convert_state_dict(make(4, "none"), weights, source="swin")
 
 
 def test_tables_of_neighbourhoods_are_not_resized():

@@ -25,6 +25,7 @@ MODELS = {
     "dinov2": ("dinov2_g14", SIZES | {"pooling": "class_mean"}),
     "beit": ("beit_b16", SIZES),
     "swin": ("swin_t", STAGES | {"window_size": 4, "image_size": 32}),
+    "swinv2": ("swinv2_t", STAGES | {"window_size": 4, "image_size": 32}),
 }
 EXTRA = {"dinov3": "embeddings.mask_token", "dinov2": "dinov2.embeddings.mask_token"}
 

@@ -100,6 +100,7 @@ VARIANTS = [
     "cat_rope(coords=half_open)",
     "cat_rope(mode=released)",
     "comrope(variant=ap,perturbation=0)",
+    "cpb(hidden=8,normalise=current)",
     "dinov3(rescale=1)",
     "lape(ape,join=shared_norm)",
     "lape(ape,join=unshare)",

@@ -157,6 +157,15 @@ def test_cpb(grid, prefix):
     np.testing.assert_array_equal(position.terms((5, 6)).layer(0).bias, before)
 
 
+def test_cpb_of_the_current_map_has_the_range_of_any_map():
+    text = "cpb(hidden=6,normalise=current)"
+    grown, created = (trained_scheme(text, grid=grid) for grid in ((3, 4), (5, 2)))
+    bias = created.terms((5, 2)).layer(1).bias
+    np.testing.assert_array_equal(grown.terms((5, 2)).layer(1).bias, bias)
+    plain = trained_scheme("cpb(hidden=6)", grid=(5, 2)).terms((5, 2)).layer(1).bias
+    np.testing.assert_array_equal(plain, bias)
+
+
 def test_cpb_in_windows_and_neighbourhoods():
     def bias(grid, pattern):
         position = trained_scheme("cpb(hidden=6)", grid=grid, pattern=pattern)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import Block, drop_path, drop_path_rates
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
-from rope_jax.models.layers import Linear, dropout, layer_norm, linear
+from rope_jax.models.layers import Linear, dropout, layer_norm, linear, unit
 from rope_jax.models.registry import Options, check_divisible
 from rope_jax.models.vit import ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
@@ -119,18 +119,16 @@ class Segmenter(SegmentationHead):
         for layer, (block, rate) in enumerate(zip(self.blocks, rates, strict=True)):
             x = block(x, rate, options.dropout, None if keys is None else keys[layer])
         patches, classes = jnp.split(self.norm(x), [area], axis=1)
-        patches, classes = _unit(self.proj_patch(patches)), _unit(self.proj_class(classes))
+        patches, classes = unit(self.proj_patch(patches)), unit(self.proj_class(classes))
         precise = jnp.promote_types(x.dtype, jnp.float32)
-        masks = jnp.einsum("blc,bkc->blk", patches, classes, preferred_element_type=precise)
+        masks = jnp.einsum(
+            "blc,bkc->blk",
+            patches.astype(x.dtype),
+            classes.astype(x.dtype),
+            preferred_element_type=precise,
+        )
         masks = self.mask_norm(masks).reshape(batch, height, width, -1)
         return PixelLogits(masks)
-
-
-def _unit(x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
-    """Vectors of length 1."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    squares = jnp.square(wide).sum(axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares)).astype(x.dtype)
 
 
 register_head("segmenter", Segmenter, SegmenterOptions())

@@ -43,6 +43,7 @@ CASES = {
         "SwinConfig",
         SWIN | {"image_size": 32, "layer_norm_eps": 1e-5},
     ),
+    "swinv2": ("Swinv2ForImageClassification", "Swinv2Config", SWIN | {"image_size": 32}),
 }
 
 
