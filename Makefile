@@ -6,7 +6,7 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare segment detect test test-all test-process test-slow lint format docs
+.PHONY: help setup train compare segment detect masks test test-all test-process test-slow lint format docs
 .PHONY: links notebooks clean
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make segment [ARGS=...]           train a small ViT to segment scenes of digits: mIoU at five sizes, a picture"
 	@echo "make detect [ARGS=...]            make segment first, then a small DINO from its backbone: AP, a picture"
+	@echo "make masks [ARGS=...]             make segment first, then a small Mask R-CNN from its backbone: box and mask AP, a picture"
 	@echo "make test | lint | format         checks for every change (tests: six minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
@@ -46,13 +47,17 @@ segment: WORKDIR = runs/scenes
 segment: setup
 	$(RUN) -m rope_jax.main --config=configs/scenes.py --workdir=$(WORKDIR) $(ARGS)
 
-# The backbone of `make detect`, with the default scheme of `make segment`.
+# The backbone of `make detect` and `make masks`, with the default scheme of `make segment`.
 runs/scenes/results.json: | setup
 	$(RUN) -m rope_jax.main --config=configs/scenes.py --workdir=runs/scenes
 
 detect: WORKDIR = runs/scenes_boxes
 detect: setup runs/scenes/results.json
 	$(RUN) -m rope_jax.main --config=configs/scenes_boxes.py --workdir=$(WORKDIR) $(ARGS)
+
+masks: WORKDIR = runs/scenes_masks
+masks: setup runs/scenes/results.json
+	$(RUN) -m rope_jax.main --config=configs/scenes_masks.py --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist worksteal

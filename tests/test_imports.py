@@ -61,7 +61,10 @@ FLOORS = {
     "rope_jax.system": ("", ARRAYS),
     "rope_jax.names": ("system", ""),
     "rope_jax.positions": ("rope_jax_kernels names", f"{ARRAYS} flax scipy.interpolate"),
-    "rope_jax.data": ("names", f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets"),
+    "rope_jax.data": (
+        "names",
+        f"{ARRAYS} PIL absl grain pycocotools scipy sklearn tensorflow_datasets",
+    ),
     "rope_jax.models": ("positions", f"{ARRAYS} flax optax"),
     "rope_jax.config": ("names", "ml_collections"),
     "rope_jax.weights": ("models", f"{ARRAYS} flax safetensors huggingface_hub requests tqdm"),

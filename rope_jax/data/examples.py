@@ -249,7 +249,7 @@ def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[S
         crops = [parse_crop(images.crop)]
     for crop in crops:
         if images.labels_kind.ragged and images.labels_kind.serves(crop.entry):
-            longest = crop.option("long")
+            longest = min(filter(None, map(crop.option, ("long", "window"))))
             smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
 
 
@@ -334,6 +334,7 @@ class Evaluation:
             if example < len(images.labels):
                 try:
                     row, usable = images.example(example), True
+                    row.pop("masks", None)  # which are large, and read from the images where needed
                 except BadImages:
                     if self.bad_images == "error":
                         raise

@@ -1,4 +1,4 @@
-"""Labels: a class of each image, classes of its pixels, or boxes with classes.
+"""Labels: a class of each image, classes of its pixels, or boxes with classes, perhaps with masks.
 
 Each kind is one object, which defines the effect of augmentations and batches on its labels. The
 names of the kinds, "images", "pixels" and "boxes", are values of the parameter `labels_of`. Each
@@ -71,7 +71,7 @@ class BoxLabels:
 
     def serves(self, entry: Entry) -> bool:
         if entry.stage == CROP:
-            return entry.joint == self.labels_of
+            return entry.joint == "boxes"
         return entry.stage == LOADER and entry.boxes is not None
 
     def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
@@ -95,14 +95,41 @@ class BoxLabels:
         }
 
 
+class MaskLabels(BoxLabels):
+    """Those of boxes, and `masks` uint8 [B, M, H, W / 8]: pixels of each, eight to a byte.
+
+    Before they are padded they are uint8 [1, n, h, w]. Batches of an evaluation have none.
+    """
+
+    labels_of = "masks"
+
+    def serves(self, entry: Entry) -> bool:
+        return super().serves(entry) and (entry.stage == CROP or entry.moves)
+
+    def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+        (masks,) = batch["masks"]
+        moved = augmentation.move_labels(augmentation, masks, draws.repeat(len(masks)))
+        return super().move(batch, augmentation, draws) | {"masks": moved[None]}
+
+    def pad(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
+        padded = super().pad(row, canvas, max_boxes)
+        if "masks" in row:
+            packed = np.packbits(row["masks"], axis=-1)
+            _, count, height, bytes = packed.shape
+            masks = np.zeros((1, max_boxes, canvas[0], -(-canvas[1] // 8)), np.uint8)
+            masks[:, :count, :height, :bytes] = packed
+            padded["masks"] = masks
+        return padded
+
+
 Labels = ClassLabels | PixelLabels | BoxLabels
 _KINDS: dict[str, Labels] = {
-    kind.labels_of: kind for kind in (ClassLabels(), PixelLabels(), BoxLabels())
+    kind.labels_of: kind for kind in (ClassLabels(), PixelLabels(), BoxLabels(), MaskLabels())
 }
 
 
 def find_labels(labels_of: str) -> Labels:
-    """The kind of labels of "images", "pixels" or "boxes".
+    """The kind of labels of "images", "pixels", "boxes" or "masks".
 
     >>> find_labels("pixels").placed, find_labels("pixels").ragged
     (True, False)

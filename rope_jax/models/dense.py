@@ -89,7 +89,7 @@ class DenseModel(Backbone):
                 "of rope_jax.sharding.make_mesh"
             )
         keys = self.training_keys(train, key, 2)
-        if extent is not None:
+        if self.padded:
             extra |= {"extent": extent, "image_size": images.shape[1:3]}
         maps = self.head_maps(images, train=train, key=keys[0])
         return self.head(maps, train=train, key=keys[1], **extra)

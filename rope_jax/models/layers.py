@@ -12,7 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.positions.grids import Grid
-from rope_jax.positions.initializers import conv_init, fan_in_bias_init, linear_init
+from rope_jax.positions.initializers import (
+    conv_init,
+    fan_in_bias_init,
+    linear_init,
+    normal_init,
+)
 from rope_jax.system.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
@@ -146,6 +151,14 @@ def conv(
         rngs=rngs,
         **dtypes,
     )
+
+
+def draw_he(layer: nnx.Module, fan_out: int, rngs: nnx.Rngs) -> None:
+    """Draws a layer's kernel anew, normal with variance 2 / fan_out; its bias becomes 0."""
+    kernel, bias = layer.kernel, layer.bias
+    init = normal_init((2 / fan_out) ** 0.5)
+    kernel.set_value(init(rngs.params(), kernel.shape, kernel.dtype))
+    bias.set_value(jnp.zeros_like(bias[...]))
 
 
 def output_size(size: Grid, kernel: int, stride: int, padding: int) -> Grid:

@@ -24,6 +24,7 @@ from rope_jax.models.layers import (
     Deconv,
     LayerScale,
     Linear,
+    draw_he,
     layer_norm,
     linear,
 )
@@ -142,7 +143,7 @@ class Extractor(nnx.Module):
         self.fc1 = linear(options.width, hidden, **settings)
         self.fc2 = linear(hidden, options.width, **settings)
         self.conv = DepthwiseConv(hidden, **settings)
-        _draw(self.conv, 9, rngs)
+        draw_he(self.conv, 9, rngs)
 
     def __call__(
         self,
@@ -194,13 +195,13 @@ class ViTAdapter(ViT):
         settings = {"rngs": rngs, "dtypes": dtypes}
         self.prior = SpatialPrior(options.prior_width, width, **settings)
         levels = jax.random.normal(rngs.params(), (_LEVELS, width), dtypes["param_dtype"])
-        self.levels = nnx.Param(levels)
+        self.levels = nnx.Param(levels, decay=False)
         last = len(options.groups) - 1
         self.interactions = nnx.List(
             Interaction(options, 3 if index == last else 1, **settings) for index in range(last + 1)
         )
         self.up = Deconv(width, width, **settings)
-        _draw(self.up, 4 * width, rngs)
+        draw_he(self.up, 4 * width, rngs)
         self.map_norms = nnx.List(BatchNorm(width, dtypes=dtypes) for _ in range(_LEVELS + 1))
 
     @allow_any_mesh
@@ -278,14 +279,6 @@ def _deformable(
         rngs=rngs,
         dtypes=dtypes,
     )
-
-
-def _draw(layer: nnx.Module, fan_out: int, rngs: nnx.Rngs) -> None:
-    """Draws a convolution's initial weights as the official code does; its bias becomes 0."""
-    kernel, bias = layer.kernel, layer.bias
-    init = normal_init((2 / fan_out) ** 0.5)
-    kernel.set_value(init(rngs.params(), kernel.shape, kernel.dtype))
-    bias.set_value(jnp.zeros_like(bias[...]))
 
 
 _ADAPTERS = {

@@ -25,14 +25,16 @@ from rope_jax.weights.released import ReleasedWeights
 
 Measured = dict[str, Any]  # mean, interval, seeds, runs
 _EPOCHS = {"classify": {"smoke": 0.5, "small": 20.0}, "segment": {"small": 20.0},
-           "detect": {"small": 8.0}}  # fmt: skip
+           "detect": {"small": 8.0}, "mask": {"small": 4.0}}  # fmt: skip
 SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
 # Heads of the stand-ins in segmentation of scenes; the cells of a patch have 2 pixels.
 _HEADS = {"deit3": "linear(cells=4)", "vit_adapter": "upernet(width=32)"}
-_TINY_DINO = (
-    "dino(width=32,levels=1,groups=4,heads=2,points=1,encoder_depth=1,decoder_depth=1,hidden=32,"
-    "queries=12,denoising=0,detections=12)"
-)
+_TINY_HEADS = {
+    "detect": "dino(width=32,levels=1,groups=4,heads=2,points=1,encoder_depth=1,decoder_depth=1,"
+    "hidden=32,queries=12,denoising=0,detections=12)",
+    "mask": "mask_rcnn(width=16,hidden=16,anchor_samples=8,box_samples=8,train_candidates=8,"
+    "candidates=8,proposals=8,detections=8)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +226,7 @@ class Lab:
             sides = {small.size(side, 224) for at in family for side in at}
             words.append(self._resolutions(sorted(sides), small.side))
         else:
-            recipe = {"segment": "scenes", "detect": "scenes_boxes"}[task]
+            recipe = {"segment": "scenes", "detect": "scenes_boxes", "mask": "scenes_masks"}[task]
             before = self.stages(run)[-2]
             arguments = f"position={run.position},seed={seed}"
             length = f"--config.epochs={epochs}" if epochs else "--config.steps=3"
@@ -234,7 +236,7 @@ class Lab:
             if task == "segment":
                 words += [f"--config.model.head={_HEADS.get(small.family, 'linear(cells=8)')}"]
             elif self.scale == "smoke":
-                words += [f"--config.model.head={_TINY_DINO}"]
+                words += [f"--config.model.head={_TINY_HEADS[task]}"]
         return [*words, f"--config.model.name={small.model}", f"--config.model.options={options}"]
 
     def _classification(self, position: str, seed: int, epochs: float) -> list[str]:
@@ -344,11 +346,18 @@ class Lab:
                 chosen[seed] = (folder, rows[0])
         return chosen
 
-    def measured(self, values: Mapping[int, tuple[str, Row | float]]) -> Measured | None:
-        """Mean and 95 % interval, in percent for rows; None without any."""
+    def measured(
+        self, values: Mapping[int, tuple[str, Row | float]], score: str | None = None
+    ) -> Measured | None:
+        """Mean and 95 % interval, in percent for rows; None without any.
+
+        Args:
+            values: by seed, with the name of the run's folder.
+            score: of rows; None for the main one.
+        """
         if not values:
             return None
-        numbers, interval = [_number(value) for _, value in values.values()], None
+        numbers, interval = [_number(value, score) for _, value in values.values()], None
         mean, half = student(numbers)
         (_, first), *others = values.values()
         if others:
@@ -442,5 +451,5 @@ def _row_fits(row: Row, dataset: str | None, views: str) -> bool:
     return ("flip" in row["protocol"]) == (views == "multi-scale")
 
 
-def _number(value: Row | float) -> float:
-    return 100 * value[main_score(value)] if isinstance(value, dict) else float(value)
+def _number(value: Row | float, score: str | None) -> float:
+    return 100 * value[score or main_score(value)] if isinstance(value, dict) else float(value)

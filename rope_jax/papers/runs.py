@@ -9,13 +9,14 @@ from typing import Literal
 from rope_jax.config import with_arguments
 
 Scale = Literal["smoke", "small", "released", "full"]
-Task = Literal["classify", "segment", "detect"]
+Task = Literal["classify", "segment", "detect", "mask"]
 
 # Names of --data, by recipe: what the runs at full scale are trained on.
-_DATA = {"cct": "cifar", "dino": "coco", "upernet": "ade20k", "mask2former": "ade20k",
-         "segmenter": "ade20k"}  # fmt: skip
+_DATA = {"cct": "cifar", "dino": "coco", "mask_rcnn": "coco", "upernet": "ade20k",
+         "mask2former": "ade20k", "segmenter": "ade20k"}  # fmt: skip
 _TASKS: Mapping[str, Task] = {
-    "dino": "detect", "upernet": "segment", "mask2former": "segment", "segmenter": "segment",
+    "dino": "detect", "mask_rcnn": "mask", "upernet": "segment", "mask2former": "segment",
+    "segmenter": "segment",
 }  # fmt: skip
 
 

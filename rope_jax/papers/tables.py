@@ -122,7 +122,8 @@ class Table(Artifact):
         side = key.get("resolution", [None])[0] if run.task == "classify" else None
         dataset = key.get("dataset") if run.task == "classify" else None
         views = "multi-scale" if "multi-scale" in key.get("task", "") else ""
-        ours = lab.measured(lab.scores(run, side, dataset=dataset, views=views))
+        score = "mask_ap" if quantity == "mask_ap" else None
+        ours = lab.measured(lab.scores(run, side, dataset=dataset, views=views), score)
         return ours, explain(lab, run, side, dataset, ours)
 
     @property

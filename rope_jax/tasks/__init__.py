@@ -49,6 +49,7 @@ gets from the model what `head.loss` takes.
 
 from flax import nnx
 
+from rope_jax.data.labels import find_labels
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 from rope_jax.names.registry import Registry
@@ -63,6 +64,7 @@ TASKS: Registry[Task] = Registry(
         "classification": Classification(),
         "segmentation": Segmentation(),
         "detection": Detection(),
+        "instances": Detection(find_labels("masks")),
     },
 )
 

@@ -1,10 +1,11 @@
 """Average precision of detections, as COCO defines it, by pycocotools.
 
-A detection is correct if its box overlaps that of an object of its class in its image, by at least
-a threshold of intersection over union; each object counts for one detection, and detections with
-higher scores choose first. Objects that are left out (crowds, and those outside a range of areas)
-count neither as missed nor as found: a detection that matches only one of them does not count. A
-crowd is matched by the fraction of the detection's area that it covers, and by any number of them.
+A detection is correct if its box or mask overlaps that of an object of its class in its image,
+by at least a threshold of intersection over union; each object counts for one detection, and
+detections with higher scores choose first. Objects that are left out (crowds, and those outside a
+range of areas) count neither as missed nor as found: a detection that matches only one of them does
+not count. A crowd is matched by the fraction of the detection's area that it covers, and by any
+number of them.
 
 Source: Lin et al., Microsoft COCO (arXiv 1405.0312), and its evaluation code.
 """
@@ -12,24 +13,29 @@ Source: Lin et al., Microsoft COCO (arXiv 1405.0312), and its evaluation code.
 import contextlib
 import importlib.util
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from rope_jax.config import ConfigError
 from rope_jax.data import Truth
+from rope_jax.data.images.masks import Mask
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
 class ImageDetections(NamedTuple):
-    """The detections of an image, in any order: corners x1, y1, x2, y2, scores and classes."""
+    """The detections of an image, in any order: corners x1, y1, x2, y2, scores and classes.
+
+    Masks are as in `rope_jax.data.images.masks`; None for boxes alone.
+    """
 
     boxes: Float[np.ndarray, "D 4"]
     scores: Float[np.ndarray, " D"]
     classes: Int[np.ndarray, " D"]
+    masks: Sequence[Mask] | None = None
 
 
 def require_pycocotools() -> None:
@@ -42,7 +48,11 @@ def require_pycocotools() -> None:
 
 
 def average_precision(
-    predictions: Sequence[ImageDetections], truths: Sequence[Truth], classes: int
+    predictions: Sequence[ImageDetections],
+    truths: Sequence[Truth],
+    classes: int,
+    *,
+    overlap: Literal["boxes", "masks"] = "boxes",
 ) -> Mapping[str, Any]:
     """Average precision of the detections of a set of images.
 
@@ -60,6 +70,7 @@ def average_precision(
         predictions: detections of each image; of a class, the 100 highest-scoring ones count.
         truths: objects of each image.
         classes: number of classes.
+        overlap: what is compared. The area of a detection is that of its box or its mask.
 
     Returns:
         Fractions, or None where there is no object: `ap`, the mean over thresholds from .5 to .95
@@ -67,23 +78,25 @@ def average_precision(
         of objects of up to 32^2 pixels, up to 96^2 and above; `class_ap`, a list with the mean over
         thresholds of each class.
     """
+    from pycocotools import mask
     from pycocotools.cocoeval import COCOeval
 
-    objects = [
-        {"image_id": image, "bbox": box, "category_id": k, "iscrowd": crowd, "area": area}
-        for image, truth in enumerate(truths)
-        for box, k, crowd, area in _rows(*truth)
-    ]
-    detections = [
-        {"image_id": image, "bbox": box, "category_id": k, "score": score, "area": box[2] * box[3]}
-        for image, prediction in enumerate(predictions)
-        for box, score, k in _rows(*prediction)
-    ]
+    objects, detections = [], []
+    for image, (truth, prediction) in enumerate(zip(truths, predictions, strict=True)):
+        boxes, labels, crowd, area, masks = truth
+        columns = {"category_id": labels, "iscrowd": crowd, "area": area}
+        objects += _entries(image, boxes, columns, masks)
+        boxes, scores, kinds, masks = prediction
+        area = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+        if overlap == "masks":
+            area = np.array([mask.area(x) for x in masks], int)
+        columns = {"category_id": kinds, "score": scores, "area": area}
+        detections += _entries(image, boxes, columns, masks)
     with contextlib.redirect_stdout(io.StringIO()):
         annotated, detected = (
             _index(entries, len(truths), classes) for entries in (objects, detections)
         )
-        judge = COCOeval(annotated, detected, "bbox")
+        judge = COCOeval(annotated, detected, {"boxes": "bbox", "masks": "segm"}[overlap])
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
@@ -93,11 +106,20 @@ def average_precision(
     return scores | {"class_ap": list(map(none, by_class))}
 
 
-def _rows(boxes: Float[np.ndarray, "N 4"], *others: np.ndarray) -> Iterator[tuple]:
-    """Each box as a corner and the sides, with its other entries."""
+def _entries(
+    image: int,
+    boxes: Float[np.ndarray, "N 4"],
+    columns: Mapping[str, np.ndarray],
+    masks: Sequence[Mask] | None,
+) -> list[dict[str, Any]]:
+    """Objects or detections of an image as entries of pycocotools: boxes as corner and sides."""
     corners = np.asarray(boxes, np.float64)
     sides = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
-    return zip(sides.tolist(), *(values.tolist() for values in others), strict=True)
+    lists = {name: values.tolist() for name, values in {**columns, "bbox": sides}.items()}
+    if masks is not None:
+        lists["segmentation"] = masks
+    rows = zip(*lists.values(), strict=True)
+    return [{"image_id": image, **dict(zip(lists, row, strict=True))} for row in rows]
 
 
 def _index(entries: Sequence[Mapping[str, Any]], images: int, classes: int) -> Any:
@@ -106,7 +128,7 @@ def _index(entries: Sequence[Mapping[str, Any]], images: int, classes: int) -> A
 
     dataset = COCO()
     dataset.dataset = {
-        "images": [{"id": image} for image in range(images)],
+        "images": [{"id": image, "height": 0, "width": 0} for image in range(images)],
         "categories": [{"id": k} for k in range(classes)],
         "annotations": [{**entry, "id": number} for number, entry in enumerate(entries, 1)],
     }

@@ -1,5 +1,6 @@
-"""Pictures of images with boxes: annotated boxes next to those that a model detects."""
+"""Pictures of images with boxes: annotated boxes and masks next to those that a model detects."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
 from rope_jax.data import Truth
+from rope_jax.data.images.masks import Mask, decode_masks
 from rope_jax.tasks.average_precision import ImageDetections
 from rope_jax.tasks.sheets import Colour, Panel, class_colours, draw_sheet, text_font
 
@@ -25,11 +27,12 @@ class DetectedImage(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """A box in pixels of the image, with its text and colour."""
+    """A box in pixels of the image, with its text and colour, and its mask."""
 
     corners: list[float]
     text: str
     colour: Colour
+    mask: Mask | None
 
 
 def draw_detections(
@@ -37,8 +40,8 @@ def draw_detections(
 ) -> None:
     """Writes a picture: in each row an image with its objects, and with the detected boxes.
 
-    Boxes have the colour and the name of their class. Detected boxes have their scores, and only
-    those of at least 0.3 are shown.
+    Boxes and masks have the colour of their class, and boxes its name. Detected boxes have their
+    scores, and only those of at least 0.3 are shown.
 
     Args:
         detected: at least one image.
@@ -63,25 +66,31 @@ def draw_detections(
 
 
 def _truth_boxes(truth: Truth, names: Sequence[str], colours: Sequence[Colour]) -> Iterator[_Box]:
-    rows = zip(truth.boxes.tolist(), truth.labels.tolist(), truth.crowd.tolist(), strict=True)
-    for corners, k, crowd in rows:
-        yield _Box(corners, f"{names[k]} (crowd)" if crowd else names[k], colours[k])
+    columns = (truth.boxes.tolist(), truth.labels.tolist(), truth.crowd.tolist())
+    masks = truth.masks or itertools.repeat(None)
+    for corners, k, crowd, mask in zip(*columns, masks, strict=False):
+        yield _Box(corners, f"{names[k]} (crowd)" if crowd else names[k], colours[k], mask)
 
 
 def _detected_boxes(
     detections: ImageDetections, names: Sequence[str], colours: Sequence[Colour]
 ) -> Iterator[_Box]:
     """Yields the highest-scoring boxes, the highest last: on top of the others."""
-    order = np.argsort(detections.scores, kind="stable")
-    rows = zip(*(values[order].tolist() for values in detections), strict=True)
-    for corners, score, k in rows:
+    boxes, scores, classes, masks = detections
+    for number in np.argsort(scores, kind="stable"):
+        score, k = scores[number], classes[number]
         if score >= SHOWN:
-            yield _Box(corners, f"{names[k]} {score:.2f}", colours[k])
+            mask = None if masks is None else masks[number]
+            yield _Box(boxes[number].tolist(), f"{names[k]} {score:.2f}", colours[k], mask)
 
 
 def _draw_boxes(pixels: UInt8[np.ndarray, "H W 3"], boxes: Sequence[_Box]) -> Image.Image:
-    """Draws boxes on an image, enlarged for their names."""
-    height, width = pixels.shape[:2]
+    """Draws boxes on an image, enlarged for their names, and masks as colours half and half."""
+    pixels, (height, width) = pixels.copy(), pixels.shape[:2]
+    for box in boxes:
+        if box.mask is not None:
+            (mask,) = decode_masks([box.mask], (height, width))
+            pixels[mask > 0] = (pixels[mask > 0] + np.array(box.colour)) // 2
     scale = min(max(_LEAST, _TIMES * width), _MOST) / width
     size = (round(scale * width), max(1, round(scale * height)))
     smooth = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS

@@ -1,4 +1,4 @@
-"""Object detection: boxes with classes, scored by average precision.
+"""Object detection: boxes with classes, perhaps with masks, scored by average precision.
 
 A batch from the loader has `image`, padded at the bottom and on the right; `extent` int32 [B, 2],
 the rows and columns before padding; `boxes` float32 [B, M, 4], corners x1, y1, x2, y2 in pixels;
@@ -6,13 +6,14 @@ the rows and columns before padding; `boxes` float32 [B, M, 4], corners x1, y1, 
 `prepare_batch` returns them for the model: `image` float32, 0 where padded; `boxes`, centres and
 sizes, 0 to 1 within the extent; and `share` float32 [B], the number of images divided by that of
 boxes in the whole batch. It weighs the sum of losses of each image, so that a batch can be computed
-in parts.
+in parts. If the labels are masks, both batches have them, as in `rope_jax.data.labels`.
 
 An evaluation batch has `image`, `extent`, `index`, `mask` and `original` [B, 2], the rows and
 columns of the stored image. The objects themselves are read from the images.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -26,7 +27,8 @@ from jaxtyping import Array, Float, Key
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, check_objects, load
 from rope_jax.data.images.augment import parse_crop
-from rope_jax.data.labels import find_labels
+from rope_jax.data.images.masks import encode_mask
+from rope_jax.data.labels import BoxLabels, find_labels
 from rope_jax.models.dense import head_call
 from rope_jax.models.description import Preprocessing
 from rope_jax.models.heads import find_head
@@ -36,13 +38,18 @@ from rope_jax.tasks.average_precision import ImageDetections, average_precision,
 from rope_jax.tasks.box_pictures import DetectedImage, draw_detections
 from rope_jax.tasks.dense import check_classes, check_dense, dense_identity, side_multiple
 from rope_jax.tasks.evaluator import Evaluator, Row, description
+from rope_jax.tasks.pasting import paste
 
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """Boxes with classes. See `rope_jax.tasks`."""
+    """Boxes with classes. See `rope_jax.tasks`.
 
-    labels = find_labels("boxes")
+    Attributes:
+        labels: boxes, or boxes with masks.
+    """
+
+    labels: BoxLabels = find_labels("boxes")
     does = "detect objects"
     sets = ("coco",)
     flags = ()
@@ -55,6 +62,9 @@ class Detection:
             "ap_small": "AP small",
             "ap_medium": "AP medium",
             "ap_large": "AP large",
+            "mask_ap": "mask AP",
+            "mask_ap50": "mask AP50",
+            "mask_ap75": "mask AP75",
         }
     )
     score_name = "average precision"
@@ -85,13 +95,8 @@ class Detection:
         extent, label = batch["extent"], batch["label"]
         share = jnp.full(len(label), len(label) / jnp.maximum((label >= 0).sum(), 1), jnp.float32)
         boxes = scale_boxes(batch["boxes"], extent)
-        return {
-            "image": batch["image"],
-            "extent": extent,
-            "boxes": boxes,
-            "label": label,
-            "share": share,
-        }
+        kept = {name: batch[name] for name in ("image", "masks") if name in batch}
+        return kept | {"extent": extent, "boxes": boxes, "label": label, "share": share}
 
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
@@ -100,7 +105,7 @@ class Detection:
         predictions = model.predict(
             batch["image"],
             extent=batch["extent"],
-            targets=Targets(batch["boxes"], batch["label"]),
+            targets=Targets(batch["boxes"], batch["label"], batch.get("masks")),
             train=True,
             key=key,
         )
@@ -116,19 +121,23 @@ class Detection:
 
         Returns:
             `boxes` [B, D, 4], corners x1, y1, x2, y2 within the image; `scores`, `classes` [B, D];
-            `index` and `mask` [B].
+            `index` and `mask` [B]; and of detections with masks `masks` [B, D, S, S], the
+            probabilities of their cells, and `original` [B, 2].
         """
         ends = batch["original"][:, None, ::-1].astype(jnp.float32)  # width, height
         corners = outputs.boxes.reshape(*outputs.boxes.shape[:2], 2, 2)
         corners = corners * (ends / batch["extent"][:, None, ::-1])[:, :, None]
         boxes = jnp.clip(corners, 0, ends[:, :, None]).reshape(outputs.boxes.shape)
-        return {
+        part = {
             "boxes": boxes,
             "scores": outputs.scores,
             "classes": outputs.classes,
             "index": batch["index"],
             "mask": batch["mask"],
         }
+        if outputs.masks is not None:
+            part |= {"masks": outputs.masks, "original": batch["original"]}
+        return part
 
     def scores(
         self, parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
@@ -139,13 +148,19 @@ class Detection:
         """
         detections = collect_detections(parts)
         truths = [images.truth(index) for index in detections]
-        scores = average_precision(list(detections.values()), truths, images.classes)
-        return {**scores, "count": len(detections)}
+        compare = functools.partial(
+            average_precision, list(detections.values()), truths, images.classes
+        )
+        scores = dict(compare())
+        if self.labels.labels_of == "masks":
+            by_mask = compare(overlap="masks")
+            scores |= {f"mask_{name}": score for name, score in by_mask.items()}
+        return scores | {"count": len(detections)}
 
     def open(
         self, dataset: str, folder: str, size: tuple[int, int], crop: str
     ) -> Images | Streamed:
-        return load(dataset, folder, "test", size)
+        return load(dataset, folder, "test", size, labels_of=self.labels.labels_of)
 
     def frame_images(
         self, images: Images | Streamed, size: tuple[int, int] | None, frame: str | None
@@ -208,7 +223,9 @@ def _sides(frame: str) -> tuple[int, int]:
 
 
 def collect_detections(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, ImageDetections]:
-    """Collects the detections of `count` that have an area, by number of the image.
+    """Collects the detections of `count`, by number of the image.
+
+    Boxes without an area are left out, unless they have masks, which are pasted into the image.
 
     Args:
         parts: from `count`, of the batches of a set.
@@ -216,10 +233,14 @@ def collect_detections(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, I
     detections = {}
     for part in parts:
         for row in np.flatnonzero(part["mask"]):
-            boxes = part["boxes"][row]
-            inside = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
-            values = (boxes, part["scores"][row], part["classes"][row])
-            detections[int(part["index"][row])] = ImageDetections(*(x[inside] for x in values))
+            boxes, scores, classes = (part[name][row] for name in ("boxes", "scores", "classes"))
+            kept, masks = (boxes[:, 2:] > boxes[:, :2]).all(axis=1), None
+            if "masks" in part:
+                kept, size = scores > 0, tuple(part["original"][row].tolist())
+                pairs = zip(part["masks"][row][kept], boxes[kept], strict=True)
+                masks = [encode_mask(paste(*pair, size) >= 0.5) for pair in pairs]
+            values = (x[kept] for x in (boxes, scores, classes))
+            detections[int(part["index"][row])] = ImageDetections(*values, masks)
     return detections
 
 

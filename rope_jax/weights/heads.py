@@ -89,11 +89,12 @@ def mmseg(model: nnx.Module) -> Table:
 
 
 def vit_adapter(model: nnx.Module) -> Table:
-    """czczup/ViT-Adapter: the backbone, or the backbone with UperNet."""
+    """czczup/ViT-Adapter: the backbone, with UperNet or Mask R-CNN, or one of these heads alone.
+
+    The names of Mask R-CNN are mmdetection's.
+    """
     table = adapter_backbone(model)
-    if getattr(model, "head_notation", None) is None:
-        return table
-    rows = [*table.rows, *within("", _upernet(), _head(model))]
+    rows = [*table.rows, *within("", [*_upernet(), *_mask_rcnn()], _head(model))]
     return replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
 
 
@@ -154,6 +155,25 @@ def _upernet() -> list[Row]:
 
 def _pointwise(ours: str, theirs: str) -> list[Row]:
     return dense(ours, theirs, POINTWISE)
+
+
+def _mask_rcnn() -> list[Row]:
+    """mmdetection's, whose 1 x 1 convolutions are linear layers here."""
+    boxes, masks = "roi_head.bbox_head", "roi_head.mask_head"
+    return [
+        *_pointwise("pyramid.laterals.{i}", "neck.lateral_convs.{i}.conv"),
+        *conv("pyramid.outputs.{i}", "neck.fpn_convs.{i}.conv"),
+        *conv("anchors.conv", "rpn_head.rpn_conv"),
+        *_pointwise("anchors.classify", "rpn_head.rpn_cls"),
+        *_pointwise("anchors.steps", "rpn_head.rpn_reg"),
+        *dense("boxes.fc1", f"{boxes}.shared_fcs.0"),
+        *dense("boxes.fc2", f"{boxes}.shared_fcs.1"),
+        *dense("boxes.classify", f"{boxes}.fc_cls"),
+        *dense("boxes.steps", f"{boxes}.fc_reg"),
+        *conv("masks.convs.{i}", f"{masks}.convs.{{i}}.conv"),
+        *dense("masks.up", f"{masks}.upsample", DECONV),
+        *_pointwise("masks.classify", f"{masks}.conv_logits"),
+    ]
 
 
 def _mmseg_mask_transformer() -> list[Row]:

@@ -19,7 +19,7 @@ from tests.images.coco_set import write_coco
 
 
 def predicts_pixels(config):
-    return config.model.head is not None and not config.model.head.startswith("dino")
+    return config.model.head is not None and not config.model.head.startswith(("dino", "mask_rcnn"))
 
 
 def trace(config, count, classes):
@@ -49,6 +49,8 @@ def trace(config, count, classes):
             "boxes": shape_of_field(boxes, 4, dtype=jnp.float32),
             "extent": shape_of_field(2),
         }
+        if config.model.head.startswith("mask_rcnn"):
+            batch["masks"] = shape_of_field(boxes, size[0], size[1] // 8, dtype=jnp.uint8)
     images = kind(np.broadcast_to(pixels, (count, *size, 3)), labels, "x", "train", classes)
     setups = []
 
@@ -115,6 +117,9 @@ SLOW = {
         87_768_224 - 1_025_000 - 2 * 1024 + 2 * (256 + 512 + 1024) + 2_821_120 + DINO
     ),
     "scenes_boxes:epochs=4": None,
+    "scenes_masks:epochs=2": None,
+    "mask_rcnn:variant=adapter_ti": None,
+    "mask_rcnn:variant=adapter_s,position=lape(ape)": None,
 }
 
 
@@ -127,7 +132,7 @@ def test_recipes_trace_at_full_size(text, parameters):
     if predicts_pixels(config):
         count, classes = 2, 150
     elif config.model.head is not None:
-        count, classes = (2, 80) if config.steps else (2000, 10)
+        count, classes = (2000, 10) if config.data.source == "scenes" else (2, 80)
     elif "cct" in text:
         count, classes = 50_000, 100 if "cifar100" in text else 10
     setup, state, metrics = trace(config, count, classes)
@@ -183,6 +188,11 @@ BOXES = {
     "dino(width=16,groups=4,heads=2,encoder_depth=1,decoder_depth=2,hidden=32,queries=12,"
     "denoising=6,detections=8)",
 }  # fmt: skip
+REGIONS = BOXES | {
+    "model__head": "mask_rcnn(width=16,hidden=16,anchor_samples=16,box_samples=16,"
+    "train_candidates=8,candidates=8,proposals=16,detections=4)",
+    "data__augment": BOXES["data__augment"].replace("cut_low", "window=48,cut_low"),
+}
 PLAIN, STAGES = "patch_size=8,width=32,depth=1,heads=2", "width=16,depths=(1,1),heads=(1,2)"
 FOUR = "width=8,heads=(1,2,2,4),depths=(1,1,2,1),drop_path=0.1"
 SMALL = [
@@ -202,6 +212,9 @@ SMALL = [
      "patch_size=8,width=32,depth=2,heads=2,class_token=False,attention=window,window_size=4,"
      "global_blocks=(1,),window_padding=tokens,drop_path=0.1", BOXES),
     ("dino:variant=swin_t,resolution=64", write_coco, f"{FOUR},window_padding=tokens", BOXES),
+    ("mask_rcnn:variant=adapter_ti,resolution=64", write_coco,
+     "width=32,depth=4,heads=2,groups=(1,3),added=last,prior_width=8,deform_heads=2,"
+     "attention=window,window_size=2,window_padding=qkv,global_blocks=(1,3)", REGIONS),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from rope_jax.data.sources import scenes
 from rope_jax.evaluate import resolutions
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-DENSE = ("dino", "mask2former", "segmenter", "upernet")
+DENSE = ("dino", "mask2former", "mask_rcnn", "segmenter", "upernet")
 RECIPES = ("cat", "cct", "deit3", "lape", "swin", "thesis")
 
 
@@ -74,6 +74,7 @@ def test_the_learning_rate_follows_the_batch_size(recipe, argument):
         ("upernet", "variant=h", "variant must be one of b, l, adapter_ti, adapter_s, not 'h'"),
         ("mask2former", "variant=h", "variant must be one of swin_s, swin_b, not 'h'"),
         ("dino", "variant=b", "variant must be one of vit_b, vit_l, swin_t, swin_s, swin_b"),
+        ("mask_rcnn", "variant=b", "variant must be one of adapter_ti, adapter_s, not 'b'"),
         ("finetune", "path=y", "weights= is missing"),
     ],
 )
@@ -123,21 +124,28 @@ def test_tiny_imagenet_can_be_evaluated_at_all_sizes(backbone, patch):
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) < 6.1e6
 
 
-@pytest.mark.parametrize("variant", ["vit_b", "swin_t", "swin_b"])
-def test_dino_supports_all_canvases_and_objects(variant):
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *(("dino", f"variant={variant},position=rpb") for variant in ("vit_b", "swin_t", "swin_b")),
+        ("mask_rcnn", ""),
+    ],
+)
+def test_detectors_support_all_canvases_and_objects(name, arguments):
     """Canvases hold images of the largest size, portrait, landscape or mixed."""
-    config = resolve_recipe("dino", f"variant={variant},position=rpb")
+    config = resolve_recipe(name, arguments)
     canvases, model = config.data.canvas_sizes, create(config, 80)
     assert {(800, 1344), (1344, 800)} < {*canvases}
     assert max(min(canvas) for canvas in canvases) >= 1333
     for canvas in canvases:
         model.grids(canvas)  # refuses sizes that patches and windows do not divide
-    assert model.head.options.queries >= config.data.max_boxes
+    assert getattr(model.head.options, "queries", 100) >= config.data.max_boxes
 
 
-def test_scenes_support_all_digits_and_sizes():
-    config = resolve_recipe("scenes_boxes")
+@pytest.mark.parametrize("name", ["scenes_boxes", "scenes_masks"])
+def test_scenes_support_all_digits_and_sizes(name):
+    config = resolve_recipe(name)
     model = create(config, 10)
-    assert model.head.options.queries >= config.data.max_boxes == scenes._NUMBER[1]
+    assert getattr(model.head.options, "queries", 6) >= config.data.max_boxes == scenes._NUMBER[1]
     for size in resolutions(config):
         model.grids(size)

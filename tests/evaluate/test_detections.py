@@ -13,6 +13,7 @@ from rope_jax import evaluate
 from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Truth, check_canvases, decode_image, load
+from rope_jax.data.images.masks import decode_masks, encode_mask
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate.evaluation import Evaluation
 from rope_jax.models.heads.detection import Detections
@@ -78,6 +79,33 @@ def test_boxes_are_scored_in_stored_images_without_crowds(images):
     assert row["resolution"] == [136, 136]
     order = ("dataset", "split", "resolution", "class_names", "count", "ap", "ap50", "ap75")
     assert tuple(row)[: len(order)] == order
+
+
+def test_masks_are_scored_next_to_boxes(images):
+    """Masks that fill their boxes are as good as these, for objects that do."""
+
+    def filled(weight, images, extent):
+        found = by_colour(weight, images, extent)
+        some = (found.boxes[..., 2:] > found.boxes[..., :2]).all(axis=-1)
+        found = dataclasses.replace(found, scores=jnp.where(some, found.scores, 0))
+        return dataclasses.replace(found, masks=jnp.ones((*found.scores.shape, 28, 28)))
+
+    with_masks = load(
+        "coco", str(images.source._root), "test", images.size,
+        crop=images.crop, labels_of="masks",
+    )  # fmt: skip
+    options = {"config": settings(), "batch_size": 4, "mesh": make_mesh(), **AS_THEY_ARE}
+    evaluator = evaluate.Evaluator(filled, np.float32(-0.1), TASKS["instances"], **options)
+    (row,) = evaluator.score(with_masks)
+    (boxes,) = score(images)
+    assert row["ap50"] == boxes["ap50"]
+    assert row["mask_ap50"] == pytest.approx(boxes["ap50"], abs=1e-6)
+    assert row["mask_ap"] > 0.5
+    assert len(row["mask_class_ap"]) == 3
+    (example,) = evaluator.task.predict(evaluator, with_masks, 1)
+    (cat, bird) = decode_masks(example.found.masks, (48, 64))[[0, 2]]
+    assert cat[8:16, 8:22].all()
+    assert bird[44:60, 24:32].all()
 
 
 def test_scores_do_not_depend_on_batch_or_image_sizes(images):
@@ -227,3 +255,20 @@ def test_boxes_have_the_colours_of_their_classes(tmp_path):
         assert (edge[5:-5, 5:-5] == 9).all()
     assert (left[89, 10:90] == colours[0]).all()
     assert (right[89, 10:90] == 9).all()  # its score is too low
+
+
+def test_masks_have_the_colours_of_their_classes(tmp_path):
+    """Half of the colour, half of the image."""
+    box, mask = np.array([[10.0, 20, 30, 40]]), np.zeros((48, 48), bool)
+    mask[25:35, 15:25] = True
+    truth = Truth(box, np.int32([1]), np.array([False]), np.array([100.0]), [encode_mask(mask)])
+    found = ImageDetections(box, np.array([0.5]), np.array([2]), [encode_mask(~mask)])
+    example = DetectedImage(np.full((48, 48, 3), 9, np.uint8), truth, found)
+    draw_detections([example], ["a", "b", "c"], 3, tmp_path / "p.png")
+    sheet = decode_image((tmp_path / "p.png").read_bytes())
+    colours = class_colours(4)[1:]
+    for start, k, inside in ((12, 1, True), (504, 2, False)):
+        panel = sheet[22 : 22 + 480, start : start + 480]
+        mixed = (colours[k].astype(int) + 9) // 2
+        assert (panel[255:345, 155:245] == (mixed if inside else 9)).all()
+        assert (panel[450:, :] == (9 if inside else mixed)).all()

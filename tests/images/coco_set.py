@@ -57,7 +57,7 @@ def annotations(sizes=SIZES, objects=OBJECTS):
                     "bbox": [x, y, w, h],
                     "area": w * h * 0.75,
                     "iscrowd": int(crowd),
-                    "segmentation": {"size": [9, 9], "counts": "0"} if crowd else polygons,
+                    "segmentation": run_lengths(sizes[number], x, y, w, h) if crowd else polygons,
                 }
             )
     images = [
@@ -66,3 +66,13 @@ def annotations(sizes=SIZES, objects=OBJECTS):
     ]
     categories = [{"id": k, "name": name} for k, name in reversed(CATEGORIES.items())]
     return {"info": {}, "images": images, "annotations": entries, "categories": categories}
+
+
+def run_lengths(size, x, y, w, h):
+    """A rectangle as COCO's crowds have it: runs down the columns, of zeros first."""
+    height, width = size
+    between = [h, height - h] * (w - 1) + [h]
+    return {
+        "size": [height, width],
+        "counts": [x * height + y, *between, height * (width - x - w + 1) - y - h],
+    }

@@ -12,7 +12,7 @@ from rope_jax.system import sharding
 from rope_jax.system.sharding import replicate, split_batch, state_shardings, with_shardings
 from tests.devices import run_on_devices
 from tests.models import test_vit_adapter
-from tests.models.heads import test_dino, test_mask2former
+from tests.models.heads import test_dino, test_mask2former, test_mask_rcnn
 from tests.models.small import some_slow
 from tests.models.test_every_family import FAMILIES, SIZE
 
@@ -28,6 +28,7 @@ CASES = {name: (name, options, SIZE) for name, (options, _) in FAMILIES.items()}
     "segmenter": ("deit_ti16", test_dino.VIT | {"head": "segmenter(depth=1,head_dim=8)"}, (32, 48)),
     "upernet": ("swin_t", test_dino.SWIN | {"head": "upernet(width=16)"}, (64, 64)),
     "dino": ("deit_ti16", test_dino.VIT | {"head": test_dino.HEAD}, (32, 48)),
+    "mask_rcnn": ("swin_t", test_dino.SWIN | {"head": test_mask_rcnn.HEAD}, (64, 64)),
     "mask2former": ("deit_ti16", test_mask2former.VIT | {"head": test_mask2former.SMALL}, (32, 48)),
 }
 QUICK = ["shallow", "linear"]

@@ -137,7 +137,7 @@ def test_every_golden_count_is_used():
 
 
 def head_maker(name, channels, **overrides):
-    classes = 80 if name == "dino" else 150
+    classes = 80 if name in ("dino", "mask_rcnn") else 150
     settings = {"channels": channels, "num_classes": classes, "overrides": overrides}
     return lambda: create_head(name, rngs=nnx.Rngs(0), **settings)
 
@@ -179,6 +179,9 @@ PARTS = [
     (head_maker("dino", [256] * 4), 265_216 + 18_556_236),
     (head_maker("dino", [192, 384, 768]), 2_116_608 + 18_556_236),
     (head_maker("dino", [256, 512, 1024]), 2_821_120 + 18_556_236),
+    # Mask R-CNN's pyramid, anchors, and heads of regions.
+    (head_maker("mask_rcnn", [192] * 4), 2_557_952 + 593_935 + 16_949_985),
+    (head_maker("mask_rcnn", [384] * 4), 2_754_560 + 593_935 + 16_949_985),
     # Mask2Former's pixel decoder and its decoder.
     (head_maker("mask2former", [96, 192, 384, 768]), 5_421_504 + 14_497_431),
     (head_maker("mask2former", [128, 256, 512, 1024]), 5_544_384 + 14_497_431),

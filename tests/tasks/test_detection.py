@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from rope_jax.config import ConfigError, resolve
-from rope_jax.data.sources.boxes import BoxImages
+from rope_jax.data.sources.boxes import Annotations, BoxImages
 from rope_jax.data.sources.scenes import LabelMaps
-from rope_jax.tasks import TASKS
+from rope_jax.tasks import TASKS, task_for
 
 task = TASKS["detection"]
 PIXELS, LABELS = np.zeros((1, 8, 8, 3), np.uint8), np.zeros(1, np.int32)
-BOXES = BoxImages(PIXELS, LABELS, "some", "train", 10)
+FIELDS = ((2,), np.int32), ((), int), ((4,), float), ((), np.int32), ((), bool), ((), float)
+NONE = Annotations(*(np.zeros((0, *shape), kind) for shape, kind in FIELDS))
+BOXES = BoxImages(PIXELS, LABELS, "some", "train", 10, annotations=NONE)
 MAPS = LabelMaps(PIXELS, PIXELS[..., 0], "maps", "train", 10)
 
 
@@ -53,6 +55,11 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
     ("images", "changes", "message"),
     [
         (MAPS, {}, "head=dino needs classes of boxes, but .* has classes of pixels"),
+        (
+            BOXES,
+            {"model": {"head": "mask_rcnn"}},
+            "mask_rcnn needs classes of masks, but .* has classes of boxes",
+        ),
         (BOXES, {"model": {"num_classes": 7}}, "num_classes=7, but some has 10 classes of boxes"),
         (BOXES, {"mix": {"cutmix": 1.0}}, "mix.cutmix=1.0 is for classes of whole images"),
         (BOXES, {"loss": "binary"}, "loss=binary is for classes of whole images"),
@@ -72,8 +79,9 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
 def test_unsuitable_settings_are_refused(images, changes, message, monkeypatch):
     task.check(resolve({"model": {"head": "dino"}, "accumulate": 2}), BOXES)
     settings = changes | {"model": {"head": "dino"} | changes.get("model", {})}
+    config = resolve(settings)
     with pytest.raises(ConfigError, match=message):
-        task.check(resolve(settings), images)
+        task_for(config.model.head).check(config, images)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rope_jax\[coco\]'"):
         task.check(resolve({"model": {"head": "dino"}}), BOXES)

@@ -85,10 +85,10 @@ class Augmentation:
         """Calls the function with these arguments and the options."""
         return self.entry.function(*args, **kwargs, **dict(self.options))
 
-    def option(self, name: str) -> int | float | str:
-        """The value of an option, given or by default."""
-        default = inspect.signature(self.entry.function).parameters[name].default
-        return dict(self.options).get(name, default)
+    def option(self, name: str) -> int | float | str | None:
+        """The value of an option, given or by default; None if there is no such option."""
+        parameter = inspect.signature(self.entry.function).parameters.get(name)
+        return dict(self.options).get(name, parameter and parameter.default)
 
     def move_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
         """Moves labels of pixels [..., H, W] by `function`, in the same way as grey images."""

@@ -14,7 +14,7 @@ from PIL import Image
 
 from rope_jax.data.draws import uniform
 from rope_jax.data.images.crops import check_order, mirror_mask
-from rope_jax.names.options import Count, Probability
+from rope_jax.names.options import Count, CountOrZero, Probability
 
 Size = tuple[int, int]  # height, width
 
@@ -29,13 +29,17 @@ class Placing(NamedTuple):
         resized: size to which the whole image is resized.
         corner: top and left of the part of it that is kept.
         part: size of that part.
-        extent: size to which the part is resized.
+        extent: of the result.
+        offset: top and left of the result in the resized part.
+        scaled: size to which the part is resized, of which a window may be kept; None for `extent`.
     """
 
     resized: Size
     corner: tuple[int, int]
     part: Size
     extent: Size
+    offset: tuple[int, int] = (0, 0)
+    scaled: Size | None = None
 
 
 def fit(size: Size, draw: int = 0, *, short: Count = 800, long: Count = 1333) -> Placing:
@@ -96,6 +100,7 @@ def detr_crop(
     before_step: Count = 100,
     cut_low: Count = 384,
     cut_high: Count = 600,
+    window: CountOrZero = 0,
 ) -> Placing:
     """The image or a part of it, resized to a random shorter side: the training of DETR.
 
@@ -103,7 +108,8 @@ def detr_crop(
     facebookresearch/detr, which truncates where detectron2 rounds.
 
     >>> detr_crop((480, 640), 3)
-    Placing(resized=(600, 800), corner=(18, 255), part=(517, 399), extent=(663, 512))
+    Placing(resized=(600, 800), corner=(18, 255), part=(517, 399), extent=(663, 512), offset=(0, 0),
+            scaled=(663, 512))
 
     Args:
         size: (height, width) of the image.
@@ -115,6 +121,8 @@ def detr_crop(
         before_low, before_high, before_step: shorter sides, in pixels, to one of which the image is
             resized before a part is cut out.
         cut_low, cut_high: the sides of the part, in pixels, or of the image where that has fewer.
+        window: largest side of the result, in pixels, which is cut out of a larger one at a random
+            place (ViT-Adapter's Mask R-CNN); 0 to keep all of it.
 
     Raises:
         ValueError: options out of range.
@@ -134,7 +142,10 @@ def detr_crop(
         part = tuple(a + int(next(numbers) * (b - a + 1)) for a, b in zip(least, most, strict=True))
         corner = tuple(int(next(numbers) * (n - m + 1)) for n, m in zip(resized, part, strict=True))
     short = shorts[int(next(numbers) * len(shorts))]
-    return Placing(resized, corner, part, fit_size(part, short=short, long=long))
+    scaled = fit_size(part, short=short, long=long)
+    extent = tuple(min(side, window or side) for side in scaled)
+    offset = tuple(int(next(numbers) * (n - m + 1)) for n, m in zip(scaled, extent, strict=True))
+    return Placing(resized, corner, part, extent, offset, scaled)
 
 
 def place_pixels(image: UInt8[np.ndarray, "h w 3"], placing: Placing) -> UInt8[np.ndarray, "H W 3"]:
@@ -145,11 +156,26 @@ def place_pixels(image: UInt8[np.ndarray, "h w 3"], placing: Placing) -> UInt8[n
         unchanged = picture.size == size[::-1]
         return picture if unchanged else picture.resize(size[::-1], Image.Resampling.BILINEAR)
 
-    (top, left), (height, width) = placing.corner, placing.part
-    picture = resize(picture, placing.resized)
-    if placing.part != placing.resized:
-        picture = picture.crop((left, top, left + width, top + height))
-    return np.asarray(resize(picture, placing.extent))
+    def cut(picture: Image.Image, corner: tuple[int, int], size: Size) -> Image.Image:
+        (top, left), (height, width) = corner, size
+        whole = picture.size == size[::-1]
+        return picture if whole else picture.crop((left, top, left + width, top + height))
+
+    picture = cut(resize(picture, placing.resized), placing.corner, placing.part)
+    picture = resize(picture, placing.scaled or placing.extent)
+    return np.asarray(cut(picture, placing.offset, placing.extent))
+
+
+def place_masks(masks: UInt8[np.ndarray, "n h w"], placing: Placing) -> UInt8[np.ndarray, "n H W"]:
+    """Places masks; of several pixels in place of one, the one to the upper left (mmdetection)."""
+
+    def places(axis: int) -> Int[np.ndarray, " m"]:
+        scaled = placing.scaled or placing.extent
+        place = np.arange(placing.extent[axis]) + placing.offset[axis]
+        place = place * placing.part[axis] // scaled[axis] + placing.corner[axis]
+        return place * masks.shape[1 + axis] // placing.resized[axis]
+
+    return masks[:, places(0)[:, None], places(1)]
 
 
 def place_boxes(
@@ -165,9 +191,11 @@ def place_boxes(
     Returns:
         The boxes that have an area, and their mask among `boxes`.
     """
-    sides = (size, placing.resized, placing.corner, placing.part, placing.extent)
-    size, resized, corner, part, extent = (np.array(x[::-1] * 2, float) for x in sides)
-    return clip_boxes((boxes * resized / size - corner) * extent / part, placing.extent)
+    scaled = placing.scaled or placing.extent
+    sides = (size, placing.resized, placing.corner, placing.part, scaled, placing.offset)
+    size, resized, corner, part, scaled, offset = (np.array(x[::-1] * 2, float) for x in sides)
+    placed = (boxes * resized / size - corner) * scaled / part - offset
+    return clip_boxes(placed, placing.extent)
 
 
 def clip_boxes(

@@ -1,5 +1,6 @@
 """Image sets by name."""
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -20,7 +21,11 @@ from rope_jax.names.text import image_pair
 SPLITS = ("train", "test")
 # Sets that are drawn at any size, by the kind of labels; the first kind is the default.
 DRAWN: dict[str, dict[str, Callable[[str, tuple[int, int]], Images]]] = {
-    "scenes": {"pixels": load_scenes, "boxes": load_scene_boxes}
+    "scenes": {
+        "pixels": load_scenes,
+        "boxes": load_scene_boxes,
+        "masks": functools.partial(load_scene_boxes, with_masks=True),
+    }
 }
 
 # All sources; those that are neither in MEMORY nor DRAWN are read one image at a time.
@@ -110,8 +115,8 @@ def load(
             `rope_jax.data.images.crops`; of images with boxes "fit(short=800,long=1333)", see
             `rope_jax.data.images.fits`. None for the whole centre, or for this `fit`.
         allow_empty: True if class folders of `"folder"` may be empty.
-        labels_of: the kind of labels, "images", "pixels" or "boxes", for sources that have several;
-            None for the first. It is `labels_of` of the split.
+        labels_of: the kind of labels, "images", "pixels", "boxes" or "masks" (boxes with masks),
+            for sources that have several; None for the first. It is `labels_of` of the split.
 
     Returns:
         The split. The number of classes of sets in memory is that of the training split, or of
@@ -134,7 +139,7 @@ def load(
             return images
         resized = resize(images.images, size)
         return Images(resized, images.labels, images.name, split, images.classes)
-    opened = open_source(source, path, split, allow_empty=allow_empty)
+    opened = open_source(source, path, split, allow_empty=allow_empty, labels_of=labels_of)
     if size is None:
         raise ValueError(
             f"data source {source!r} ({path}) needs an image_size (height, width): "
@@ -143,7 +148,14 @@ def load(
     return opened.stream(size, crop)
 
 
-def open_source(source: str, path: str | None, split: str, *, allow_empty: bool = False) -> Source:
+def open_source(
+    source: str,
+    path: str | None,
+    split: str,
+    *,
+    allow_empty: bool = False,
+    labels_of: str | None = None,
+) -> Source:
     """Opens the images of one split as they are stored.
 
     >>> import pathlib, tempfile
@@ -160,7 +172,7 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
         source: as in `load`, of those that are read one image at a time.
         path: of the set.
         split: "train" or "test".
-        allow_empty: as in `load`.
+        allow_empty, labels_of: as in `load`.
 
     Raises:
         ValueError: as `load`, and for sets in memory.
@@ -170,6 +182,7 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
     if source in MEMORY or source in DRAWN:
         raise ValueError(f"data source {source!r} is not read one image at a time: use load")
     options = {"allow_empty": allow_empty} if source == "folder" else {}
+    options |= {"with_masks": labels_of == "masks"} if source == "coco" else {}
     return SOURCES[source](path, split, **options)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +12,14 @@ from jaxtyping import Bool, Float64, Int, Int32, Int64, UInt8
 
 from rope_jax.data.images.augment import Augmentation, parse_crop
 from rope_jax.data.images.decode import decode_image
-from rope_jax.data.images.fits import Placing, clip_boxes, place_boxes, place_pixels
+from rope_jax.data.images.fits import (
+    Placing,
+    clip_boxes,
+    place_boxes,
+    place_masks,
+    place_pixels,
+)
+from rope_jax.data.images.masks import Mask, decode_masks
 from rope_jax.data.sources.index import Streamed
 from rope_jax.data.sources.memory import Images
 
@@ -26,12 +34,14 @@ class Truth(NamedTuple):
         labels: class of each.
         crowd: True for a crowd of objects, which is neither trained on nor counted as missed.
         area: of the object, not of its box.
+        masks: see `rope_jax.data.images.masks`; None where they are not known.
     """
 
     boxes: Float64[np.ndarray, "n 4"]
     labels: Int32[np.ndarray, " n"]
     crowd: Bool[np.ndarray, " n"]
     area: Float64[np.ndarray, " n"]
+    masks: list[Mask] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +60,7 @@ class Annotations:
     labels: Int32[np.ndarray, " m"]
     crowd: Bool[np.ndarray, " m"]
     area: Float64[np.ndarray, " m"]
+    labels_of: ClassVar[str] = "boxes"
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
@@ -71,9 +82,13 @@ class Annotations:
                 f"it has {size[0]}x{size[1]} pixels, but is annotated as one of {rows}x{columns}"
             )
 
+    def objects(self, example: int) -> slice:
+        """The places of the objects of one image."""
+        return slice(self.ends[example - 1] if example else 0, self.ends[example])
+
     def truth(self, example: int) -> Truth:
         """The objects of one image."""
-        objects = slice(self.ends[example - 1] if example else 0, self.ends[example])
+        objects = self.objects(example)
         arrays = (self.boxes, self.labels, self.crowd, self.area)
         return Truth(*(np.array(array[objects]) for array in arrays))
 
@@ -113,6 +128,41 @@ class Annotations:
         return notes
 
 
+@dataclass(frozen=True, eq=False)
+class MaskAnnotations(Annotations):
+    """The objects of all images of a split with their masks.
+
+    Objects without area, or with a side of less than a pixel, are not trained on (mmdetection).
+
+    Attributes:
+        codes: `counts` of all masks, one after the other.
+        code_ends: the end of each.
+    """
+
+    codes: UInt8[np.ndarray, " b"]
+    code_ends: Int64[np.ndarray, " m"]
+    labels_of: ClassVar[str] = "masks"
+
+    @functools.cached_property
+    def empty(self) -> Bool[np.ndarray, " m"]:
+        narrow = (self.boxes[:, 2:] - self.boxes[:, :2] < 1).any(axis=1)
+        return super().empty | narrow | (self.area <= 0)
+
+    def truth(self, example: int) -> Truth:
+        size, masks = self.sizes[example].tolist(), []
+        for number in range(*self.objects(example).indices(len(self.code_ends))):
+            code = slice(self.code_ends[number - 1] if number else 0, self.code_ends[number])
+            masks.append({"size": size, "counts": self.codes[code].tobytes()})
+        return super().truth(example)._replace(masks=masks)
+
+
+def add_masks(annotations: Annotations, codes: Sequence[bytes]) -> MaskAnnotations:
+    """Annotations with the `counts` of the masks of their objects."""
+    ends = np.cumsum([len(code) for code in codes], dtype=np.int64)
+    joined = np.frombuffer(b"".join(codes), np.uint8)
+    return MaskAnnotations(**annotations.arrays(), codes=joined, code_ends=ends)
+
+
 class Boxed:
     """Common parts of sets of images with boxes, in memory or not.
 
@@ -120,8 +170,12 @@ class Boxed:
     `pixels(example)`, a stored image, uint8 [h, w, 3].
     """
 
-    labels_of: ClassVar[str] = "boxes"
     annotations: Annotations
+
+    @property
+    def labels_of(self) -> str:
+        """The kind of labels, "boxes" or "masks"."""
+        return self.annotations.labels_of
 
     def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
         """The placing of an image by a crop; without a crop, the image unchanged."""
@@ -157,21 +211,28 @@ class Boxed:
 
         Returns:
             `image` uint8 [h, w, 3], of any size; `boxes` float32 [n, 4], x1 y1 x2 y2 in its pixels;
-            `label` int32 [n]; and `original` int32 [2], rows and columns of the stored image.
+            `label` int32 [n]; `original` int32 [2], rows and columns of the stored image; and, if
+            masks are known, `masks` uint8 [n, h, w], 1 for the pixels of each object.
 
         Raises:
             BadImages: the image cannot be used; the message names it.
         """
         placing, truth = self.placing(example, crop, draw), self.truth(example)
         size = tuple(self.annotations.sizes[example].tolist())
-        inside, visible = clip_boxes(truth.boxes[~truth.crowd], size)
+        trained = ~truth.crowd & ~self.annotations.empty[self.annotations.objects(example)]
+        inside, _ = clip_boxes(truth.boxes[trained], size)
         boxes, kept = place_boxes(inside, size, placing)
-        return {
+        chosen = np.flatnonzero(trained)[kept]
+        row = {
             "image": place_pixels(self.pixels(example), placing),
             "boxes": boxes.astype(np.float32),
-            "label": truth.labels[~truth.crowd][visible][kept],
+            "label": truth.labels[chosen],
             "original": np.array(size, np.int32),
         }
+        if truth.masks is not None:
+            masks = decode_masks([truth.masks[k] for k in chosen], size)
+            row["masks"] = place_masks(masks, placing)
+        return row
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
 """Images with boxes in the form of COCO: folders of images, each with a JSON file of annotations.
 
 A file is read once, as a whole, and checked, so that errors are detected before training begins.
-Only flat arrays are kept. Segmentations are not read.
+Only flat arrays are kept, of masks their run lengths.
 """
 
+import dataclasses
 import functools
 import io
 import itertools
@@ -17,7 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.data.sources.boxes import Annotations, StreamedBoxes
+from rope_jax.data.images.masks import encode_outline
+from rope_jax.data.sources.boxes import (
+    Annotations,
+    MaskAnnotations,
+    StreamedBoxes,
+    add_masks,
+)
 from rope_jax.data.sources.folder import Files, list_names
 from rope_jax.system.files import open_regular
 
@@ -37,17 +44,17 @@ class Coco(Files):
     Args:
         path: the set.
         split: "train" or "test".
+        with_masks: whether to read the masks of objects.
 
     Raises:
         FileNotFoundError: the annotations, the folder or an image are missing.
         ValueError: the annotations are damaged, or of another set.
     """
 
-    labels_of = "boxes"
-
-    def __init__(self, path: str, split: str):
+    def __init__(self, path: str, split: str, *, with_masks: bool = False):
+        self.labels_of = "masks" if with_masks else "boxes"
         file = _annotation_file(Path(path, "annotations"), _PARTS[split])
-        images, objects, categories = read_annotations(file)
+        images, objects, categories = read_annotations(file, with_masks=with_masks)
         folder = Path(path, file.stem.removeprefix("instances_"))
         _check_folder([image.file_name for image in images], folder, file)
         if split == "train":
@@ -56,13 +63,13 @@ class Coco(Files):
                 raise ValueError(f"no image of {file} has an object to train on")
             images = [image for image in images if image.id in used]
             objects = [object for object in objects if object.image_id in used]
-        arrays = _annotations(images, objects, categories).arrays()
+        annotations = _annotations(images, objects, categories, with_masks=with_masks)
         super().__init__(
             Path(path),
             [f"{folder.name}/{image.file_name}" for image in images],
             np.zeros(len(images), int),
             [name for _, name in categories],
-            arrays={_FILE.format(name): array for name, array in arrays.items()},
+            arrays={_FILE.format(name): x for name, x in annotations.arrays().items()},
             name=Path(path).resolve().name,
             split=split,
         )
@@ -73,8 +80,9 @@ class Coco(Files):
     @functools.cached_property
     def annotations(self) -> Annotations:
         """The objects of all images."""
-        names = Annotations.__dataclass_fields__
-        return Annotations(**{name: self.array(_FILE.format(name)) for name in names})
+        kind = MaskAnnotations if self.labels_of == "masks" else Annotations
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(*(self.array(_FILE.format(name)) for name in names))
 
     def fingerprint(self) -> str:
         """The images' fingerprint, and a checksum of annotations and names of classes."""
@@ -92,8 +100,12 @@ class Coco(Files):
         return np.unique(self.annotations.truth(example).labels).tolist()
 
 
-def read_annotations(file: Path) -> "_Content":
+def read_annotations(file: Path, *, with_masks: bool = False) -> "_Content":
     """Reads and checks a file of annotations.
+
+    Args:
+        file: of annotations.
+        with_masks: whether to keep the objects' `segmentation`.
 
     Returns:
         Its images, its objects, and (id, name) of its categories; images and categories in the
@@ -104,8 +116,9 @@ def read_annotations(file: Path) -> "_Content":
     """
     try:
         with open_regular(file, at_most=_LARGEST) as opened, io.TextIOWrapper(opened, "utf-8") as x:
-            # Entries become small as soon as they are read, so that memory holds no polygons.
-            return _check(json.load(x, object_hook=_compact))
+            # Entries become small as soon as they are read, so that memory holds few polygons.
+            hook = functools.partial(_compact, with_masks=with_masks)
+            return _check(json.load(x, object_hook=hook))
     except (ValueError, RecursionError) as error:  # includes errors of JSON
         raise ValueError(f"{file} is damaged, or not as COCO's: {error}") from error
 
@@ -124,24 +137,32 @@ class _Object(NamedTuple):
     bbox: list[float]  # x, y, width, height
     area: float
     iscrowd: int = 0
+    segmentation: Any = None  # polygons in arrays, or run lengths; None without masks
 
 
-def _compact(entry: dict[str, Any]) -> Any:
+def _compact(entry: dict[str, Any], *, with_masks: bool) -> Any:
     """Reduces an entry of the file to the fields in use; called for inner entries first."""
     kind = _Object if "image_id" in entry else _Image if "file_name" in entry else None
     if kind is None:
         return entry
+    outline = entry.pop("segmentation", None)
     try:
         record = kind(**{name: entry[name] for name in kind._fields if name in entry})
         fits = _is_object(record) if kind is _Object else _is_image(record)
+        if with_masks and kind is _Object:
+            fits = fits and _is_outline(outline)
+            compact = (
+                outline if isinstance(outline, dict) else [np.array(x, float) for x in outline]
+            )
+            record = record._replace(segmentation=compact)
     except TypeError:  # a field is missing, or is of another type
         fits = False
     if not fits:
-        entry.pop("segmentation", None)
+        masks = "; segmentation is polygons of x, y, ..., or run lengths" if with_masks else ""
         raise ValueError(
             f"damaged entry {entry!r:.300}: an image needs id, height and width (whole numbers) "
             "and file_name; an annotation id, image_id and category_id (whole numbers), bbox (four "
-            "finite numbers: x, y, width, height) and area; iscrowd is 0 or 1"
+            f"finite numbers: x, y, width, height) and area; iscrowd is 0 or 1{masks}"
         )
     return record
 
@@ -163,6 +184,21 @@ def _is_object(annotation: _Object) -> bool:
         ids
         and len(annotation.bbox) == 4
         and all(map(_is_finite, (*annotation.bbox, annotation.area)))
+    )
+
+
+def _is_outline(outline: Any) -> bool:
+    """Checks for polygons of three corners or more, or for run lengths, near any image's pixels."""
+    if isinstance(outline, dict):
+        counts = outline.get("counts")
+        return isinstance(counts, str) or (
+            isinstance(counts, list) and _are_integers(*counts) and min(counts, default=0) >= 0
+        )
+    return bool(outline) and all(
+        len(polygon) >= 6
+        and len(polygon) % 2 == 0
+        and all(_is_finite(x) and abs(x) < 1 << 20 for x in polygon)
+        for polygon in outline
     )
 
 
@@ -208,7 +244,11 @@ _SECTIONS = {"images": _Image, "annotations": _Object, "categories": dict}
 
 
 def _annotations(
-    images: Sequence[_Image], objects: Sequence[_Object], categories: Sequence[tuple[int, str]]
+    images: Sequence[_Image],
+    objects: Sequence[_Object],
+    categories: Sequence[tuple[int, str]],
+    *,
+    with_masks: bool,
 ) -> Annotations:
     """The objects in arrays, in the order of their images."""
     places = {image.id: place for place, image in enumerate(images)}
@@ -216,7 +256,7 @@ def _annotations(
     owner = np.array([places[entry.image_id] for entry in objects], np.int64)
     order = np.argsort(owner, kind="stable")
     x, y, width, height = np.array([entry.bbox for entry in objects], np.float64).reshape(-1, 4).T
-    return Annotations(
+    annotations = Annotations(
         sizes=np.array([(image.height, image.width) for image in images], np.int32),
         ends=np.cumsum(np.bincount(owner, minlength=len(images))),
         boxes=np.stack([x, y, x + width, y + height], axis=1)[order],
@@ -224,6 +264,19 @@ def _annotations(
         crowd=np.array([entry.iscrowd for entry in objects], bool)[order],
         area=np.array([entry.area for entry in objects], np.float64)[order],
     )
+    if not with_masks:
+        return annotations
+    return add_masks(annotations, [_encode(objects[k], images[owner[k]]) for k in order])
+
+
+def _encode(entry: _Object, image: _Image) -> bytes:
+    """The run lengths of an object's mask."""
+    try:
+        return encode_outline(entry.segmentation, (image.height, image.width))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the segmentation of annotation {entry.id} is damaged: {error}"
+        ) from error
 
 
 def _annotation_file(folder: Path, part: str) -> Path:

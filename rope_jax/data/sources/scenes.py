@@ -18,7 +18,8 @@ from PIL import Image
 
 from rope_jax.data.images.augment import Augmentation
 from rope_jax.data.images.joint import crop_both
-from rope_jax.data.sources.boxes import Annotations, BoxImages
+from rope_jax.data.images.masks import encode_mask
+from rope_jax.data.sources.boxes import Annotations, BoxImages, add_masks
 from rope_jax.data.sources.memory import Images, load_digits
 
 COUNTS = {"train": 2000, "test": 200}  # scenes of a split
@@ -105,10 +106,14 @@ def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
 
 
 @functools.lru_cache(maxsize=4)
-def load_scene_boxes(split: str, size: tuple[int, int], seed: int = 0) -> BoxImages:
+def load_scene_boxes(
+    split: str, size: tuple[int, int], seed: int = 0, *, with_masks: bool = False
+) -> BoxImages:
     """Scenes with a box around the visible part of each digit; classes are the digits.
 
-    Arguments as in `load_scenes`.
+    Args:
+        split, size, seed: as in `load_scenes`.
+        with_masks: whether annotations have the masks of the visible parts.
     """
     scenes = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
     masks = [mask for scene in scenes for mask in scene.masks]
@@ -121,6 +126,8 @@ def load_scene_boxes(split: str, size: tuple[int, int], seed: int = 0) -> BoxIma
         crowd=np.zeros(len(masks), bool),
         area=np.array([mask.sum() for mask in masks], np.float64),
     )
+    if with_masks:
+        annotations = add_masks(annotations, [encode_mask(mask)["counts"] for mask in masks])
     entries = ("scenes", split, 10, CLASS_NAMES[1:], annotations)
     return BoxImages(np.stack([s.image for s in scenes]), np.zeros(count, np.int32), *entries)
 

@@ -4,6 +4,7 @@ from rope_jax.models.heads import (  # noqa: F401  (they register heads)
     dino,
     linear,
     mask2former,
+    mask_rcnn,
     segmenter,
     upernet,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from rope_jax.models.heads.boxes import to_centres, to_corners
 from rope_jax.positions.grids import Grid
@@ -18,13 +18,15 @@ class Detections:
 
     Attributes:
         boxes: x1, y1, x2, y2 in pixels of the model's input.
-        scores: 0 to 1.
+        scores: 0 to 1; 0 in rows without a detection.
         classes: int32.
+        masks: probabilities of the cells of each box to belong to its object; None without masks.
     """
 
     boxes: Float[Array, "B N 4"]
     scores: Float[Array, "B N"]
     classes: Int[Array, "B N"]
+    masks: Float[Array, "B N S S"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -35,10 +37,12 @@ class Targets:
     Attributes:
         boxes: x and y of the centre, width, height, 0 to 1 within the image's extent.
         labels: classes; -1 in rows that are padding.
+        masks: the pixels of each object, eight to a byte along rows; None without masks.
     """
 
     boxes: Float[Array, "*B M 4"]
     labels: Int[Array, "*B M"]
+    masks: UInt8[Array, "*B M H W8"] | None = None
 
     @property
     def real(self) -> Bool[Array, "*B M"]:
@@ -46,9 +50,9 @@ class Targets:
         return self.labels >= 0
 
 
-def sides(extent: Int[Array, "B 2"]) -> Float[Array, "B 1 4"]:
+def sides(extent: Int[Array, "*B 2"]) -> Float[Array, "*B 1 4"]:
     """Width, height, width, height of images of the given rows and columns."""
-    return jnp.tile(extent[:, ::-1], 2)[:, None].astype(jnp.float32)
+    return jnp.concatenate([extent[..., None, ::-1]] * 2, axis=-1).astype(jnp.float32)
 
 
 def scale_boxes(corners: Float[Array, "B M 4"], extent: Int[Array, "B 2"]) -> Float[Array, "B M 4"]:

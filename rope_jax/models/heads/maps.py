@@ -34,6 +34,20 @@ def resize_maps(maps: Float[Array, "B h w C"], size: Grid) -> Float[Array, "B H 
     return _multiply(maps, rows, columns)
 
 
+def repeat_cells(maps: Float[Array, "B h w C"], size: Grid) -> Float[Array, "B H W C"]:
+    """Resizing by the nearest cell to the upper left, as torch's: each is repeated.
+
+    >>> repeat_cells(jnp.array([1.0, 2.0]).reshape(1, 1, 2, 1), (1, 5)).ravel().tolist()
+    [1.0, 1.0, 1.0, 2.0, 2.0]
+
+    Args:
+        maps: of any size.
+        size: (H, W).
+    """
+    pairs = zip(maps.shape[1:3], size, strict=True)
+    return _multiply(maps, *(np.eye(n)[np.arange(m) * n // m] for n, m in pairs))
+
+
 @functools.cache
 def _bin_matrix(before: int, after: int) -> np.ndarray:
     """Averages of bins along one axis; bin i is floor(i n / m) to ceil((i + 1) n / m) of n to m."""

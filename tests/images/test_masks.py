@@ -1,0 +1,163 @@
+"""Masks of objects: from annotations to batches, in which they move with images and boxes."""
+
+import numpy as np
+import pytest
+
+from rope_jax.data import batches, evaluation_batches, load
+from rope_jax.data.images.fits import Placing, detr_crop, place_boxes, place_masks, place_pixels
+from rope_jax.data.images.masks import decode_masks
+from rope_jax.data.sources.scenes import draw_scene
+from tests.images.coco_set import COLOURS, annotations, write_annotations, write_coco
+from tests.images.test_boxes import CANVASES, CROP, FIT, OPTIONS
+from tests.images.test_fits import SMALL
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_coco(tmp_path_factory.mktemp("coco") / "set")
+
+
+def open_set(folder, split="train"):
+    return load("coco", str(folder), split, (136, 136), crop=FIT, labels_of="masks")
+
+
+def unpack(batch):
+    return np.unpackbits(batch["masks"], axis=-1, count=batch["image"].shape[2]).astype(bool)
+
+
+def test_polygons_and_run_lengths_are_masks(folder):
+    images = open_set(folder, "test")
+    assert images.labels_of == "masks"
+    for example in range(len(images.labels)):
+        truth, size = images.truth(example), tuple(images.annotations.sizes[example].tolist())
+        for mask, box in zip(decode_masks(truth.masks, size), truth.boxes.astype(int), strict=True):
+            expected = np.zeros(size, np.uint8)
+            expected[box[1] : box[3], box[0] : box[2]] = 1
+            np.testing.assert_array_equal(mask, expected)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_masks_move_with_pixels_and_boxes(folder, window):
+    """Rectangles of one colour stay as large as their boxes; images grow, so that none is lost."""
+    images = open_set(folder)
+    options = OPTIONS | {"augment": OPTIONS["augment"].replace(")+", f",window={window})+")}
+    flips = set()
+    for batch in (next(batches(images, batch_size=3, start_step=k, **options)) for k in range(20)):
+        assert batch["masks"].shape == (*batch["label"].shape, *_bytes(batch["image"]))
+        if window:
+            assert batch["extent"].max() <= window
+        for pixels, boxes, labels, masks in zip(
+            batch["image"], batch["boxes"], batch["label"], unpack(batch), strict=True
+        ):
+            assert not masks[labels < 0].any()
+            for box, label, mask in zip(boxes, labels, masks, strict=True):
+                if label < 0 or min(box[2:] - box[:2]) < 8:
+                    continue
+                rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+                edges = [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+                np.testing.assert_allclose(edges, box, atol=2.5)
+                inner = pixels[rows[2] : rows[-2], columns[2] : columns[-2]].mean((0, 1))
+                assert np.abs(inner - list(COLOURS.values())[label]).max() < 128
+                flips.add(box[0] < pixels.shape[1] / 2)
+    assert len(flips) == 2 or window  # which leaves most of a canvas empty
+
+
+def _bytes(image):
+    return image.shape[1], -(-image.shape[2] // 8)
+
+
+def test_shards_and_resumed_streams_have_the_same_masks(folder):
+    images, options = open_set(folder), OPTIONS | {"batch_size": 4}
+    whole = next(batches(images, start_step=3, **options))
+    halves = [next(batches(images, start_step=3, shard=(k, 2), **options)) for k in (0, 1)]
+    np.testing.assert_array_equal(np.concatenate([x["masks"] for x in halves]), whole["masks"])
+
+
+def test_evaluation_has_no_masks(folder):
+    options = {"batch_size": 4, "canvases": CANVASES, "max_boxes": 4}
+    for batch in evaluation_batches(open_set(folder, "test"), **options):
+        assert "masks" not in batch
+
+
+def test_a_window_is_cut_out_of_what_it_would_be_without(folder):
+    size, options = (60, 90), SMALL
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    masks = np.random.default_rng(1).integers(0, 2, (2, *size), np.uint8)
+    boxes = np.array([[4.0, 5, 80, 50]])
+    for draw in (1, 2, 3, 10**18):
+        whole, part = (detr_crop(size, draw, **options, window=n) for n in (0, 50))
+        assert part[:3] == whole[:3]
+        assert max(part.extent) == 50
+        (top, left), (height, width) = part.offset, part.extent
+        cut = (slice(top, top + height), slice(left, left + width))
+        np.testing.assert_array_equal(place_pixels(image, part), place_pixels(image, whole)[cut])
+        for one, other in zip(place_masks(masks, part), place_masks(masks, whole), strict=True):
+            np.testing.assert_array_equal(one, other[cut])
+        placed, _ = place_boxes(boxes, size, part)
+        expected, _ = place_boxes(boxes, size, whole)
+        limits = [width, height] * 2
+        np.testing.assert_allclose(placed, np.clip(expected - [left, top] * 2, 0, limits))
+
+
+def test_masks_are_resized_by_the_pixel_to_the_upper_left():
+    masks = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
+    placed = place_masks(masks, Placing((2, 3), (0, 1), (2, 2), (3, 3)))
+    np.testing.assert_array_equal(placed[0], masks[0][[0, 0, 1]][:, [1, 1, 2]])
+
+
+@pytest.mark.usefixtures("few_scenes")
+def test_scenes_have_the_visible_masks():
+    images = load("scenes", image_size=(48, 60), labels_of="masks")
+    batch = next(batches(images, batch_size=6, seed=0, max_boxes=12))
+    for index, label, masks in zip(batch["index"], batch["label"], unpack(batch), strict=True):
+        scene = draw_scene("train", int(index), (48, 60))
+        np.testing.assert_array_equal(masks[label >= 0], scene.masks)
+    flipped = next(batches(images, batch_size=6, seed=0, max_boxes=12, augment="flip(p=1.0)"))
+    np.testing.assert_array_equal(unpack(flipped), unpack(batch)[..., ::-1])
+    boxes = load("scenes", image_size=(48, 60), labels_of="boxes")
+    assert boxes.fingerprint() != images.fingerprint()
+    np.testing.assert_array_equal(boxes.annotations.boxes, images.annotations.boxes)
+
+
+@pytest.mark.parametrize(
+    "outline",
+    [
+        None,
+        [],
+        [[1, 1, 2, 2]],
+        [[1, 1, 2, 2, 3]],
+        [[1, 1, 2, 2, 1e9, 3]],
+        [[1, 1, 2, 2, float("nan"), 3]],
+        "polygon",
+        {"size": [48, 64], "counts": [1, -1]},
+        {"size": [48, 64], "counts": [1, 2]},
+        {"size": [48, 63], "counts": [48 * 63]},
+        {"counts": [48 * 64]},
+        {"size": [48, 64], "counts": "oooo"},
+    ],
+)
+def test_damaged_segmentations_are_refused(outline, tmp_path):
+    folder = write_coco(tmp_path / "set")
+    content = annotations()
+    content["annotations"][0]["segmentation"] = outline
+    write_annotations(folder, "train", content)
+    with pytest.raises(ValueError, match="segmentation"):
+        open_set(folder)
+    load("coco", str(folder), "train", (136, 136), crop=FIT)  # which reads boxes alone
+
+
+def test_narrow_objects_are_not_trained_on(tmp_path):
+    folder = write_coco(tmp_path / "set")
+    content = annotations()
+    content["annotations"][0]["bbox"][2] = 0.5
+    write_annotations(folder, "train", content)
+    count = open_set(folder).annotations.counts().sum()
+    boxes = load("coco", str(folder), "train", (136, 136), crop=FIT)
+    assert count == boxes.annotations.counts().sum() - 1
+    assert len(open_set(folder).example(0)["label"]) == 1
+
+
+def test_crops_without_masks_are_refused(folder):
+    with pytest.raises(ValueError, match="not the labels of their masks"):
+        batches(open_set(folder), batch_size=2, seed=0, augment="resized_crop")
+    assert CROP in OPTIONS["augment"]

@@ -1,0 +1,151 @@
+"""Mask R-CNN: choices by their definitions, padding, and a model of a whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.config import resolve
+from rope_jax.models.heads.boxes import iou, suppress
+from rope_jax.models.heads.mask_rcnn.choices import Objects, assign, sample
+from rope_jax.tasks import TASKS
+from tests.models.heads.test_boxes import some_boxes
+from tests.models.small import fill
+
+SMALL = {
+    "width": 8,
+    "hidden": 8,
+    "anchor_samples": 8,
+    "box_samples": 8,
+    "train_candidates": 6,
+    "candidates": 5,
+    "proposals": 9,
+    "detections": 7,
+}
+HEAD = f"mask_rcnn({','.join(f'{name}={value}' for name, value in SMALL.items())})"
+SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size": 64}
+CLASSES = 3
+
+
+def overlaps_of(first, second):
+    return np.asarray(iou(jnp.asarray(first)[:, None], jnp.asarray(second)))
+
+
+def test_suppression_is_greedy():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        boxes, valid = some_boxes(rng, 30).astype(np.float32), rng.random(30) < 0.8
+        overlaps = overlaps_of(boxes, boxes)
+        kept = []
+        for k in np.flatnonzero(valid):
+            if not any(overlaps[k, j] > 0.3 for j in kept):
+                kept.append(k)
+        actual = suppress(jnp.asarray(boxes), jnp.asarray(valid), 0.3)
+        assert np.flatnonzero(actual).tolist() == kept
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.7), (0.5, 0.5)])
+def test_boxes_are_assigned_step_by_step(low, high):
+    """By mmdetection's steps, with objects that are equal or overlap nothing."""
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        objects, boxes = (some_boxes(rng, n).astype(np.float32) for n in (6, 40))
+        objects[3] = objects[1]
+        real, valid = np.arange(6) < 5, rng.random(40) < 0.9
+        overlaps = overlaps_of(objects[:5], boxes)[:, valid]
+        owners = np.full(valid.sum(), -1)
+        owners[overlaps.max(0) < low] = 0
+        owners[overlaps.max(0) >= high] = overlaps.argmax(0)[overlaps.max(0) >= high] + 1
+        for k, row in enumerate(overlaps, 1):
+            if row.max() >= low:
+                owners[row == row.max()] = k
+        expected = np.full(40, -1)
+        expected[valid] = owners
+        arrays = (Objects(jnp.asarray(objects), jnp.asarray(real)), jnp.asarray(boxes))
+        actual = assign(*arrays, jnp.asarray(valid), low=low, high=high)
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_boxes_of_images_without_objects_are_background():
+    none = Objects(jnp.zeros((2, 4)), jnp.zeros(2, bool))
+    owners = assign(none, jnp.ones((3, 4)), jnp.array([True, False, True]), low=0.3, high=0.7)
+    assert owners.tolist() == [0, -1, 0]
+
+
+@pytest.mark.parametrize(("objects", "background"), [(30, 30), (2, 30), (2, 3), (30, 2), (0, 3)])
+def test_samples_are_drawn_without_replacement(objects, background):
+    rng = np.random.default_rng(2)
+    owners = np.concatenate([1 + rng.integers(0, 5, objects), np.zeros(background, int), [-1] * 4])
+    owners = rng.permutation(owners)
+    draws = jnp.asarray(rng.random(len(owners)), jnp.float32)
+    drawn = sample(jnp.asarray(owners), draws, 16, 8)
+    positive, negative = (np.asarray(drawn.owner) > 0), (np.asarray(drawn.owner) == 0)
+    count = min(objects, 8)
+    assert (positive.sum(), negative.sum()) == (count, min(background, 16 - count))
+    assert positive[:count].all()
+    index = np.asarray(drawn.index)[positive | negative]
+    assert len(set(index.tolist())) == len(index)
+    np.testing.assert_array_equal(owners[index], np.asarray(drawn.owner)[positive | negative])
+
+
+@pytest.fixture(scope="module")
+def model():
+    make = functools.partial(rope_jax.create_model, "swin_t", head=HEAD, num_classes=CLASSES)
+    return fill(nnx.eval_shape(lambda: make(**SWIN)))
+
+
+def some_batch(size=(64, 64)):
+    """Two images with padding of different kinds, the second without objects."""
+    rng = np.random.default_rng(3)
+    boxes = np.zeros((2, 4, 4), np.float32)
+    boxes[0, :2] = [[4, 6, 30, 40], [20, 2, 44, 20]]
+    masks = np.zeros((2, 4, *size), bool)
+    masks[0, 0, 6:40, 4:30] = masks[0, 1, 2:20, 20:44] = True
+    return {
+        "image": jnp.asarray(rng.integers(0, 256, (2, *size, 3)), jnp.uint8),
+        "extent": jnp.array([[48, 50], [40, 64]]),
+        "boxes": jnp.asarray(boxes),
+        "label": jnp.array([[1, 2, -1, -1], [-1] * 4]),
+        "masks": jnp.packbits(masks, axis=-1),
+        "epoch": jnp.zeros(2, jnp.int32),
+        "index": jnp.arange(2),
+    }
+
+
+def test_losses_are_finite_and_reach_every_parameter(model):
+    task, config = TASKS["instances"], resolve({})
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params, batch, key):
+        prepared = task.prepare_batch(batch, config, seed=0, key=key)
+        return task.loss(nnx.merge(graph, params, others), prepared, config, key=key)
+
+    (value, accuracy), gradients = loss(params, some_batch(), jax.random.key(0))
+    assert np.isfinite(float(value))
+    assert 0 <= float(accuracy) <= 1
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert np.isfinite(gradient[...]).all(), path
+        if path[:2] in [("head", part) for part in ("anchors", "boxes", "masks")]:
+            assert np.abs(gradient[...]).max() > 0, path
+
+
+def test_detections_are_padded_and_inside_images(model):
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
+    batch = some_batch()
+    found = run(state, batch["image"] / 255, batch["extent"])
+    assert found.masks.shape == (2, 7, 28, 28)
+    assert ((found.masks >= 0) & (found.masks <= 1)).all()
+    for boxes, scores, (height, width) in zip(
+        found.boxes, found.scores, batch["extent"], strict=True
+    ):
+        assert (np.diff(scores) <= 0).all()
+        assert not np.any(np.asarray(boxes)[np.asarray(scores) == 0])
+        assert (boxes >= 0).all()
+        assert (boxes <= jnp.array([width, height, width, height])).all()
