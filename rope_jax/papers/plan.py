@@ -67,7 +67,7 @@ def estimate(job: Job, scale: str) -> Estimate:
     config = resolve(load_recipe(flags["config"], read_settings(settings)))
     images, classes = SETS[config.data.source]
     if scale == "small" and config.data.source == "npz":
-        images = len(np.load(config.data.path)["train_labels"])
+        images = len(np.load(config.data.path, allow_pickle=False)["train_labels"])
     images = config.steps * config.batch_size if config.steps else config.epochs * images
     if scale == "small":
         return Estimate((_PREPARE + images / _SPEED[config.data.source]) / 3600)
