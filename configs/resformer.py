@@ -1,7 +1,7 @@
 """ResFormer on ImageNet-1k, at one or several resolutions in a step (arXiv 2212.00776).
 
     rope_jax train --config=resformer:variant=s,path=FOLDER --workdir=runs/resformer/s_224
-    rope_jax train --config=resformer:variant=s,resolutions=224+160+128,path=FOLDER \
+    rope_jax train --config=resformer:variant=s,resolutions=224+160+128,path=FOLDER \\
         --workdir=runs/resformer/s_multi
 
 The first is the row "ResFormer-S-224" of Heo et al., table 5.
