@@ -18,8 +18,16 @@ from jaxtyping import Array, Float, UInt8
 from rope_jax import data
 from rope_jax.analysis import plots
 from rope_jax.analysis.attention import attention_maps, attention_statistics
-from rope_jax.analysis.correlation import layer_positions, middle_token, position_correlation
+from rope_jax.analysis.correlation import middle_token, position_correlation, stage_positions
 from rope_jax.analysis.costs import scheme_costs
+from rope_jax.analysis.joining import (
+    LAMBDAS,
+    PARTS,
+    SHARES,
+    TERMS,
+    measure_joining,
+    position_measures,
+)
 from rope_jax.analysis.rotation import (
     READINGS,
     fourier_mask_reconstruction,
@@ -135,17 +143,79 @@ def correlation(
         out: folder to write to.
         token: its index; default: the centre (on an even map, the upper left of the middle four)
     """
-    grid = loaded.model.grids(loaded.image_size)[0]
-    token = middle_token(grid) if token is None else token
-    shown = _by_layer(position_correlation(layer_positions(loaded.model, grid), grid, token))
+    shown, marks = {}, []
+    stages = stage_positions(loaded.model, loaded.image_size)
+    for number, (grid, rows) in enumerate(stages, 1):
+        stage = f"stage {number}, " if len(stages) > 1 else ""
+        middle = middle_token(grid) if token is None else token
+        layers = _by_layer(position_correlation(rows, grid, middle))
+        shown |= {f"{stage}{name}": layer for name, layer in layers.items()}
+        marks += [divmod(middle, grid[1])] * len(layers)
     plots.panels(
         shown,
         out / "correlation.png",
         title=f"{loaded.title}: position of the marked token and of the others",
         label="cosine similarity",
-        mark=divmod(token, grid[1]),
+        mark=marks,
     )
     return {"maps": shown}
+
+
+def joining(
+    loaded: LoadedModel,
+    out: pathlib.Path,
+    *,
+    images: str | None = None,
+    resolution: str | None = None,
+    count: Count = 64,
+    batch_size: Count = 16,
+) -> Results:
+    """Tokens and absolute positions in each layer (LaPE, equations 1 to 3), and their reach.
+
+    See `rope_jax.analysis.joining`. Models of several stages have the reach alone.
+
+    Args:
+        loaded: the model.
+        out: folder to write to.
+        images: file or folder; default: the test split of the WORKDIR's data
+        resolution: pixels, 224 or 224x320; default: the training resolution
+        count: number of images
+        batch_size: images in a step
+    """
+    size = image_pair(resolution) if resolution else loaded.image_size
+    results: Results = {}
+    for grid, rows in stage_positions(loaded.model, size):
+        for name, values in position_measures(rows, grid).items():
+            results.setdefault(name, []).extend(values)
+    if len(loaded.model.parts()) == 1:
+        batches = image_batches(loaded, images, resolution, count, batch_size)
+        measured = [(measure_joining(loaded.model, x), len(x)) for _, x in batches]
+        weights = [number for _, number in measured]
+        for name in measured[0][0]:
+            results[name] = np.average([x[name] for x, _ in measured], axis=0, weights=weights)
+    groups = {
+        "shares of the norm": LAMBDAS,
+        "root mean square": PARTS,
+        "terms of the logits": TERMS,
+        "their shares": SHARES,
+        "position correlation": ("reach", "two_dimensional", "raster", "change"),
+    }
+    lines = {
+        panel: {
+            name: {layer: x for layer, x in enumerate(results[name], 1) if x is not None}
+            for name in names
+            if name in results
+        }
+        for panel, names in groups.items()
+    }
+    lines = {panel: curves for panel, curves in lines.items() if curves}
+    plots.curves_by_panel(lines, {}, out / "joining.png", title=loaded.title, x="layer", y="")
+    columns = {name: values for curves in lines.values() for name, values in curves.items()}
+    depth = len(results["reach"])
+    cell = lambda values, layer: f"{values[layer]:.3f}" if layer in values else "-"
+    table = [(str(n), *(cell(x, n) for x in columns.values())) for n in range(1, depth + 1)]
+    print(format_table(("layer", *columns), table))
+    return results
 
 
 def decay(loaded: LoadedModel, out: pathlib.Path) -> Results:
@@ -240,6 +310,7 @@ OF_MODEL = {
     "maps": maps,
     "fourier": fourier,
     "correlation": correlation,
+    "joining": joining,
     "decay": decay,
     "learned": learned_frequencies,
 }

@@ -6,8 +6,10 @@ from flax import nnx
 from jaxtyping import Float
 
 from rope_jax.models.blocks import list_blocks
-from rope_jax.positions import PerLayer
+from rope_jax.positions import PerLayer, Position
 from rope_jax.positions.grids import Grid
+
+Rows = Float[np.ndarray, "L C"]
 
 
 def position_correlation(
@@ -20,7 +22,7 @@ def position_correlation(
     [[[1.0, 0.0], [-1.0, 1.0]]]
 
     Args:
-        rows: position embeddings of the tokens in row-major order, from `layer_positions`.
+        rows: position embeddings of the tokens in row-major order, from `stage_positions`.
         grid: (H, W) of the map, with L = H * W.
         token: index of the token.
 
@@ -47,44 +49,83 @@ def middle_token(grid: Grid) -> int:
     return (grid[0] - 1) // 2 * grid[1] + (grid[1] - 1) // 2
 
 
-def layer_positions(model: nnx.Module, grid: Grid) -> Float[np.ndarray, "layers L C"]:
-    """Returns the position embedding that each layer receives, without that of prefix tokens.
+def layer_norm(
+    x: Rows, scale: np.ndarray | float, bias: np.ndarray | float, epsilon: float
+) -> Rows:
+    """The layer norm over channels."""
+    return scale * (x - x.mean(-1, keepdims=True)) / spread(x, epsilon)[:, None] + bias
+
+
+def spread(x: Rows, epsilon: float) -> Float[np.ndarray, " L"]:
+    """The root of each token's variance over channels and epsilon."""
+    return np.sqrt(x.var(-1) + epsilon)
+
+
+def norm_arguments(norm: nnx.LayerNorm) -> tuple[np.ndarray, np.ndarray | float, float]:
+    """Scale, bias and epsilon of a layer norm, for `layer_norm`."""
+    bias = 0.0 if norm.bias is None else np.asarray(norm.bias[...], np.float64)
+    return np.asarray(norm.scale[...], np.float64), bias, norm.epsilon
+
+
+def embeddings(
+    position: Position, grid: Grid
+) -> tuple[Rows | None, Float[np.ndarray, "layers L C"] | None]:
+    """The embedding that is added once, and those that each layer adds to its normalised tokens.
+
+    Rows of prefix tokens without an embedding are 0. At most one of the two is not None; both are
+    for a scheme without absolute embedding.
+    """
+    stage = position.stage
+    add = position.terms(grid).add
+    if add is not None:
+        add = add.value if isinstance(add, PerLayer) else add
+        return None, np.broadcast_to(np.asarray(add, np.float64), (stage.depth, *add.shape[-2:]))
+    area = grid[0] * grid[1]
+    zeros = jnp.zeros((1, stage.embed_prefix + area, stage.channels))
+    rows = np.asarray(position.embed(zeros, grid)[0], np.float64)
+    if not rows.any():
+        return None, None
+    without = np.zeros((stage.prefix - stage.embed_prefix, stage.channels))
+    return np.concatenate([rows[: stage.embed_prefix], without, rows[stage.embed_prefix :]]), None
+
+
+def stage_positions(
+    model: nnx.Module, image_size: Grid
+) -> list[tuple[Grid, Float[np.ndarray, "layers L C"]]]:
+    """The map of each stage, and the position embedding that its layers receive.
 
     LaPE adds an embedding to the normalised tokens of every layer. An absolute embedding w is added
-    once to the tokens, and layer l receives it through its layer norm, as LN_l(w).
+    once to the tokens of a stage, and layer l receives it through its layer norm, as LN_l(w).
+    Embeddings of prefix tokens are left out, and so are stages without an embedding.
 
     >>> import rope_jax
     >>> model = rope_jax.create_model("vit_digits", position="ape", depth=2, width=16, heads=2)
-    >>> layer_positions(model, (4, 4)).shape
-    (2, 16, 16)
+    >>> [(grid, rows.shape) for grid, rows in stage_positions(model, (8, 8))]
+    [((4, 4), (2, 16, 16))]
 
     Args:
-        model: an isotropic model with an absolute embedding or `lape(...)`.
-        grid: (H, W) of the map in tokens.
+        model: with an absolute embedding or `lape(...)`.
+        image_size: (height, width) in pixels.
 
     Raises:
-        ValueError: if the model has several stages, or its scheme has no embedding.
+        ValueError: its scheme has no embedding.
     """
-    stages = list(model.parts().values())
-    if len(stages) > 1:
+    stages = []
+    for part, grid in zip(model.parts().values(), model.grids(image_size), strict=True):
+        once, added = embeddings(part.position, grid)
+        if once is not None:
+            blocks = list_blocks(part.blocks, part.position.stage.depth)
+            receive = lambda block, once=once: (
+                once
+                if getattr(block, "post_norm", False)
+                else layer_norm(once, *norm_arguments(block.norm1))
+            )
+            added = np.stack([receive(block) for block in blocks])
+        if added is not None:
+            stages.append((grid, added[:, -grid[0] * grid[1] :]))
+    if not stages:
         raise ValueError(
-            f"{type(model).__name__} has {len(stages)} stages with maps of different sizes: "
-            "use an isotropic model, for example deit_s16"
-        )
-    (stage,) = stages
-    position, area = stage.position, grid[0] * grid[1]
-    shape = position.stage
-    add = position.terms(grid).add
-    if isinstance(add, PerLayer):
-        return np.asarray(add.value[:, -area:])
-    if add is not None:
-        return np.asarray(jnp.broadcast_to(add, (shape.depth, *add.shape))[:, -area:])
-    tokens = jnp.zeros((1, shape.embed_prefix + area, shape.channels))
-    embedding = position.embed(tokens, grid)[:, -area:]
-    if not jnp.any(embedding):
-        raise ValueError(
-            f"{type(position).__name__} adds no embedding to the tokens: "
+            f"{type(part.position).__name__} adds no embedding to the tokens: "
             "use an absolute embedding or lape(...)"
         )
-    blocks = list_blocks(stage.blocks, shape.depth)
-    return np.stack([np.asarray(block.norm1(embedding)[0]) for block in blocks])
+    return stages

@@ -203,7 +203,7 @@ def panels(
     *,
     title: str,
     label: str,
-    mark: tuple[int, int] | Literal["middle"] | None = "middle",
+    mark: Sequence[tuple[int, int]] | Literal["middle"] | None = "middle",
     columns: int = 6,
 ) -> None:
     """Draws maps of values in [-1, 1] side by side, with one colour bar.
@@ -213,17 +213,17 @@ def panels(
         path: of the PNG file.
         title: of the picture.
         label: of the colour bar.
-        mark: (row, column) of the token that is marked on each, "middle" for (H // 2, W // 2);
-            None for no mark.
+        mark: (row, column) of the token that is marked on each map, "middle" for (H // 2, W // 2)
+            of all; None for no mark.
         columns: panels in a row.
     """
     sizes = {"columns": columns, "panel": (1.55, 1.75), "margins": (0.9, 0.4)}
     with _panels(path, title, list(maps), **sizes) as all_axes:
-        for axes, values in zip(all_axes, maps.values(), strict=True):
+        for number, (axes, values) in enumerate(zip(all_axes, maps.values(), strict=True)):
             image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
             if mark is not None:
                 middle = (values.shape[0] // 2, values.shape[1] // 2)
-                row, column = middle if mark == "middle" else mark
+                row, column = middle if mark == "middle" else mark[number]
                 axes.plot(column, row, marker="+", color="black", markersize=7)
             axes.set_axis_off()
         axes.figure.colorbar(image, ax=all_axes, fraction=0.05, aspect=25, label=label)

@@ -2,18 +2,19 @@
 
 import dataclasses
 import pathlib
-import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Array
 
 from rope_jax.analysis import plots
 from rope_jax.analysis.analyses import image_batches
 from rope_jax.analysis.attention import attention_statistics
-from rope_jax.analysis.correlation import layer_positions, position_correlation
+from rope_jax.analysis.correlation import position_correlation, stage_positions
+from rope_jax.analysis.joining import LAMBDAS, PARTS, TERMS, measure_joining, position_measures
 from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
+from rope_jax.papers.claims import Verdict, judge
 from rope_jax.papers.kinds import (
-    MISSING,
     Artifact,
     Cell,
     explain,
@@ -215,13 +216,14 @@ class Maps(Lines):
         maps: of a loaded model and tokens: name -> map.
         tokens: unless --token names others.
         label: of the colour bar.
-        missing: quantities of each run that are not built yet, and what they need.
+        layers: of a loaded model: a number for each layer by name; claimed to be larger in the
+            last layer than in the first with LaPE.
     """
 
     maps: Callable[[LoadedModel, Tokens], dict[str, np.ndarray]] | None = None
     tokens: Tokens = ((0.5, 0.5),)
     label: str = ""
-    missing: Sequence[tuple[str, str]] = ()
+    layers: Callable[[LoadedModel], dict[str, Sequence[float]]] | None = None
 
     @property
     def quantity(self) -> str:
@@ -237,16 +239,23 @@ class Maps(Lines):
                 ours = {"mean": None, "interval": None, "seeds": sorted(values), "runs": folders}
             note = "drawn" if values else "not trained yet"
             made.append(make_cell(key | {"quantity": "map"}, None, ours, note))
-            for quantity, piece in self.missing:
-                made.append(
-                    make_cell(key | {"quantity": quantity}, None, None, MISSING.format(piece))
-                )
+            made += layer_cells(lab, run, self._layers(lab, run))
         return made
 
-    def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, np.ndarray]]]:
-        tokens = lab.tokens or self.tokens
-        name = f"{self.name}_{zlib.crc32(str(tokens).encode()):08x}"
-        return lab.analyse(run, name, lambda loaded: self.maps(loaded, tokens))
+    def _layers(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, Sequence[float]]]]:
+        return lab.analyse(run, f"{self.name}_layers", self.layers) if self.layers else {}
+
+    def verdicts(self, lab: Lab) -> list[Verdict]:
+        made = []
+        runs = self.runs(lab) if self.layers else []
+        for run in (run for run in runs if run.position.startswith("lape")):
+            layers = {s: values["radius"] for s, (_, values) in self._layers(lab, run).items()}
+            last, first = ({s: x[k] for s, x in layers.items()} for k in (-1, 0))
+            words = f"radius of the last layer above that of the first, {run.position}"
+            claim = {"claim": f"{words}, {lab.model_name(run)}"}
+            late = {"after_the_fact": lab.given is not None}
+            made.append(claim | judge(last, first) | late)
+        return made
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
         shown: dict[str, np.ndarray] = {}
@@ -272,11 +281,80 @@ def fourier_maps(loaded: LoadedModel, tokens: Tokens) -> dict[str, np.ndarray]:
 
 def correlation_maps(loaded: LoadedModel, tokens: Tokens) -> dict[str, np.ndarray]:
     """Cosine similarity of the first token's position with all others, in each layer."""
-    grid = loaded.model.grids(loaded.image_size)[0]
+    (grid, rows), *_ = stage_positions(loaded.model, loaded.image_size)
     row, column = _token(tokens[0], grid)
-    token = row * grid[1] + column
-    layers = position_correlation(layer_positions(loaded.model, grid), grid, token)
+    layers = position_correlation(rows, grid, row * grid[1] + column)
     return {f"layer {number}": layer for number, layer in enumerate(layers, 1)}
+
+
+def radius(loaded: LoadedModel) -> dict[str, Sequence[float]]:
+    """How local the positions of each layer are: `rope_jax.analysis.joining.reach`."""
+    (grid, rows), *_ = stage_positions(loaded.model, loaded.image_size)
+    return {"radius": position_measures(rows, grid)["reach"]}
+
+
+def layer_cells(
+    lab: Lab, run: Run, by_seed: dict[int, tuple[str, dict[str, Sequence[float]]]]
+) -> list[Cell]:
+    """The cells of numbers of each layer, by seed and name."""
+    key, made = {"model": run.model, "position": run.position}, []
+    names = next((values for _, values in by_seed.values()), {})
+    for name, first in names.items():
+        for layer in range(len(first)):
+            values = {s: (folder, x[name][layer]) for s, (folder, x) in by_seed.items()}
+            ours = lab.measured(values)
+            named = key | {"layer": layer + 1, "quantity": name}
+            made.append(make_cell(named, None, ours, explain(lab, run, None, None, ours)))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers(Lines):
+    """Numbers of each layer of trained models: a panel for each number, a line for each scheme.
+
+    Attributes:
+        measured: of a batch of images: a number for each layer by name.
+    """
+
+    measured: Callable[[LoadedModel, Array], dict[str, np.ndarray]] | None = None
+
+    def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, Sequence[float]]]]:
+        count = lab.count or (8 if lab.scale == "smoke" else 64)
+
+        def measure(loaded: LoadedModel) -> dict[str, np.ndarray]:
+            images = lab.data.get("imagenet") if lab.scale == "released" else None
+            batches = [x for _, x in image_batches(loaded, images, None, count, 16)]
+            values = [self.measured(loaded, batch) for batch in batches]
+            weights = [len(batch) for batch in batches]
+            average = lambda name: np.average([x[name] for x in values], axis=0, weights=weights)
+            return {name: average(name) for name in values[0]}
+
+        return lab.analyse(run, f"{self.name}_{count}", measure)
+
+    def cells(self, lab: Lab) -> list[Cell]:
+        return [x for run in self.runs(lab) for x in layer_cells(lab, run, self._values(lab, run))]
+
+    def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
+        panels: dict[str, dict[str, dict[int, float]]] = {}
+        for each in cells:
+            key = each["key"]
+            line = panels.setdefault(f"{key['model']}: {key['quantity']}", {})
+            line.setdefault(key["position"], {})[key["layer"]] = each["ours"]["mean"]
+        title = f"{self.title}\n{lab_words(lab)}"
+        plots.curves_by_panel(panels, {}, path, title=title, x="layer", y="")
+        return [path] if panels else []
+
+
+def shares_of_norm(loaded: LoadedModel, images: Array) -> dict[str, np.ndarray]:
+    """Equation 2: lambda 1, 2 and 3 (not of LaPE), and the sizes of both parts."""
+    values = measure_joining(loaded.model, images)
+    return {name: values[name] for name in (*LAMBDAS, *PARTS) if name in values}
+
+
+def sizes_of_terms(loaded: LoadedModel, images: Array) -> dict[str, np.ndarray]:
+    """Equation 3: the root mean square of each term of the logits."""
+    values = measure_joining(loaded.model, images)
+    return {name: values[name] for name in TERMS}
 
 
 def _token(place: tuple[float, float], grid: Grid) -> Grid:

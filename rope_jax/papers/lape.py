@@ -6,7 +6,14 @@ from typing import Any
 
 from rope_jax.config import Config
 from rope_jax.papers.claims import above
-from rope_jax.papers.figures import Maps, correlation_maps
+from rope_jax.papers.figures import (
+    Layers,
+    Maps,
+    correlation_maps,
+    radius,
+    shares_of_norm,
+    sizes_of_terms,
+)
 from rope_jax.papers.runs import Run
 from rope_jax.papers.tables import Settings, Table, recipe_config, setting_text
 
@@ -80,11 +87,6 @@ def _dense_keys(models: tuple[str, ...], **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _term(run: Run, quantity: str, missing: str) -> dict[str, str]:
-    key = {"model": run.model, "position": run.position, "quantity": quantity}
-    return key | {"missing": missing}
-
-
 _SEGMENTERS = ("deit_ti16", "deit_s16", "vit_adapter_ti16", "vit_adapter_s16")
 _LINES = {
     "figure_I": [
@@ -92,7 +94,6 @@ _LINES = {
     ],
     "figure_II": [Run("deit_ti16", p, "lape:variant=deit_ti16") for p in ("ape", "lape(ape)")],
 }
-_RADIUS = (("radius", "the radius of each layer"),)
 
 ARTIFACTS = (
     Settings(
@@ -150,30 +151,25 @@ ARTIFACTS = (
             lines=lines,
             maps=correlation_maps,
             label="cosine similarity",
-            missing=_RADIUS,
+            layers=radius,
+            note="radius is this library's measure: 1 if similarity does not depend on distance, "
+            "small if positions are local",
         )
         for name, lines in _LINES.items()
     ),
-    Table(
+    Layers(
         "equation_2",
         "Shares of tokens, position and bias in a layer's norm: lambda 1, 2 and 3",
-        source="",
-        more=[
-            _term(run, f"lambda_{number}", "lambda 1, 2 and 3 of each layer")
-            for lines in _LINES.values()
-            for run in lines
-            for number in (1, 2, 3)
-        ],
+        lines=[run for lines in _LINES.values() for run in lines],
+        measured=shares_of_norm,
+        note="with LaPE, whose positions have a norm of their own, there are no lambdas: both "
+        "parts have sizes, the root mean square",
     ),
-    Table(
+    Layers(
         "equation_3",
         "Sizes of the four terms of queries and keys",
-        source="",
-        more=[
-            _term(run, term, "the sizes of the four terms")
-            for lines in _LINES.values()
-            for run in lines
-            for term in ("token-token", "token-position", "position-token", "position-position")
-        ],
+        lines=[run for lines in _LINES.values() for run in lines],
+        measured=sizes_of_terms,
+        note="root mean square over keys, of which the mean is subtracted; mean of the heads",
     ),
 )

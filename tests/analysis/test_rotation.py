@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from rope_jax.analysis.correlation import (
-    layer_positions,
     middle_token,
     position_correlation,
+    stage_positions,
 )
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.analysis.rotation import (
@@ -117,17 +117,20 @@ def test_correlations_of_known_positions():
 
 
 def test_positions_of_layers():
+    size = (6, 10)  # 3 x 5 tokens
     model = small_model("deit_ti16", "lape(ape)")
     expected = model.position.terms((3, 5)).add.value[:, 1:]
-    np.testing.assert_allclose(layer_positions(model, (3, 5)), expected, rtol=1e-6)
+    ((_, rows),) = stage_positions(model, size)
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
     model = small_model("deit_ti16", "ape")
     norm = model.blocks[1].norm1
     embedding = np.asarray(model.position.embed(jnp.zeros((1, 16, 48)), (3, 5))[0, 1:])
     centred = embedding - embedding.mean(-1, keepdims=True)
     expected = centred / np.sqrt(embedding.var(-1, keepdims=True) + 1e-6) * norm.scale + norm.bias
-    np.testing.assert_allclose(layer_positions(model, (3, 5))[1], expected, atol=1e-5)
+    ((_, rows),) = stage_positions(model, size)
+    np.testing.assert_allclose(rows[1], expected, atol=1e-5)
     with pytest.raises(ValueError, match="adds no embedding to the tokens"):
-        layer_positions(small_model("deit_ti16", "rope2d"), (3, 5))
+        stage_positions(small_model("deit_ti16", "rope2d"), size)
 
 
 def test_costs_match_the_papers():

@@ -1,0 +1,223 @@
+"""How absolute positions join the tokens of each layer: LaPE's equations 1 to 3 (arXiv 2212.05262).
+
+With an embedding w that is added once, the input of layer l is x_l, of which w is a part, and its
+norm is exactly
+
+    LN(x_l) = lambda_1 LN(x_l - w) + lambda_2 LN(w) + lambda_3 beta                  (equation 2)
+
+with lambda_1 = sigma(x_l - w) / sigma(x_l), lambda_2 = sigma(w) / sigma(x_l), and
+lambda_3 = 1 - lambda_1 - lambda_2; sigma is the root of a token's variance over channels and the
+norm's epsilon. LaPE adds a norm of w to that of the tokens, and has no lambdas. In both, the logits
+are the sum of four terms: queries of tokens or positions times keys of either (equation 3).
+
+All computations are in float64. Tokens L are prefix tokens, then patches.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.analysis.correlation import (
+    Rows,
+    embeddings,
+    layer_norm,
+    norm_arguments,
+    spread,
+)
+from rope_jax.models.blocks import list_blocks
+from rope_jax.models.vit import ViT
+from rope_jax.positions.grids import Grid
+
+LAMBDAS = ("lambda_1", "lambda_2", "lambda_3")
+PARTS = ("tokens", "positions")
+TERMS = ("token-token", "token-position", "position-token", "position-position")
+SHARES = tuple(f"share of {term}" for term in TERMS)
+
+
+def lambdas(x: Rows, embedding: Rows, epsilon: float) -> Float[np.ndarray, "3 L"]:
+    """lambda_1, lambda_2 and lambda_3 of each token (equation 2).
+
+    Args:
+        x: the input of a layer's norm, with the embedding.
+        embedding: as added, 0 for tokens without one.
+        epsilon: of the norm.
+    """
+    whole = spread(x, epsilon)
+    first, second = spread(x - embedding, epsilon) / whole, spread(embedding, epsilon) / whole
+    return np.stack([first, second, 1 - first - second])
+
+
+def logit_terms(
+    tokens: Rows,
+    positions: Rows,
+    kernel: Float[np.ndarray, "C 2*C"],
+    bias: Float[np.ndarray, " 2*C"] | float,
+    heads: int,
+) -> Float[np.ndarray, "4 N L L"]:
+    """The logits of a layer in the four TERMS, which add up to them (equation 3).
+
+    Args:
+        tokens, positions: the two parts of the input of queries and keys.
+        kernel, bias: of the projection to queries and keys; the bias goes with the tokens.
+        heads: N.
+    """
+    split = lambda x: np.moveaxis(x.reshape(len(x), 2, heads, -1), 0, 2)
+    (q, k), (q_w, k_w) = split(tokens @ kernel + bias), split(positions @ kernel)
+    pairs = itertools.product((q, q_w), (k, k_w))
+    return np.stack([a @ b.swapaxes(-1, -2) for a, b in pairs]) * q.shape[-1] ** -0.5
+
+
+def term_sizes(terms: Float[np.ndarray, "4 N L L"]) -> tuple[np.ndarray, np.ndarray]:
+    """Root mean square of each term of each head, and its share in the variance of the logits.
+
+    Both without the mean over keys, which a softmax ignores. Shares add up to 1.
+    """
+    centred = terms - terms.mean(-1, keepdims=True)
+    logits = centred.sum(0)
+    shares = (centred * logits).mean((2, 3)) / (logits**2).mean((1, 2))
+    return np.sqrt((centred**2).mean((2, 3))), shares
+
+
+def correlations(rows: Rows) -> Float[np.ndarray, "L L"]:
+    """Cosine similarity of the embeddings of all pairs of patches."""
+    unit = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-30)
+    return unit @ unit.T
+
+
+def _excess(correlation: Float[np.ndarray, "L L"]) -> Float[np.ndarray, "L L"]:
+    """Correlations above the least one of each row, 0 on the diagonal."""
+    return (correlation - correlation.min(-1, keepdims=True)) * (1 - np.eye(len(correlation)))
+
+
+def reach(correlation: Float[np.ndarray, "L L"], grid: Grid) -> float:
+    """How far a layer's positions are alike: 1 where distance does not matter, less if local.
+
+    The mean distance to the other tokens, weighted by the correlation above the least one of each
+    row, over the mean distance without weights. This measure is this library's: LaPE's figures show
+    maps without numbers.
+    """
+    places = np.stack(np.divmod(np.arange(len(correlation)), grid[1]), -1)
+    distance = np.linalg.norm(places[:, None] - places, axis=-1)
+    weight = _excess(correlation)
+    pairs = len(correlation) * (len(correlation) - 1)
+    return float((weight * distance).sum() / weight.sum() / (distance.sum() / pairs))
+
+
+def shape_of_pattern(correlation: Float[np.ndarray, "L L"], grid: Grid) -> tuple[float, float]:
+    """Similarity of vertical neighbours, and of row ends with the next row, to that in rows.
+
+    The first is 1 for embeddings that treat both axes alike; the second is near 1 for embeddings of
+    the index in reading order (1-D), and small for 2-D ones.
+    """
+    weight = _excess(correlation)
+    weight = (weight + weight.T).reshape(*grid, *grid)
+    y, x = np.indices(grid)
+    pair = lambda a, b: weight[a[0], a[1], b[0], b[1]].mean()
+    across = pair((y[:, 1:], x[:, 1:]), (y[:, 1:], x[:, :-1]))
+    down = pair((y[1:], x[1:]), (y[:-1], x[1:]))
+    wrapped = pair((y[1:, 0], x[1:, 0]), (y[:-1, -1], x[:-1, -1]))
+    return float(down / across), float(wrapped / across)
+
+
+def change(first: Float[np.ndarray, "L L"], second: Float[np.ndarray, "L L"]) -> float:
+    """1 - Pearson's correlation of two layers' correlations of different tokens: 0 if alike."""
+    pairs = ~np.eye(len(first), dtype=bool)
+    return float(1 - np.corrcoef(first[pairs], second[pairs])[0, 1])
+
+
+def trend(values: Sequence[float]) -> float:
+    """Spearman's rank correlation with the layer's number: 1 if values grow with the depth."""
+    ranks = np.argsort(np.argsort(values))
+    return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1])
+
+
+def position_measures(rows: Float[np.ndarray, "layers L C"], grid: Grid) -> dict[str, list[float]]:
+    """The numbers of each layer's position correlation, from rows of patches: see `reach`.
+
+    `change` is that from the layer before, None for the first.
+    """
+    maps = [correlations(np.asarray(layer, np.float64)) for layer in rows]
+    shapes = [shape_of_pattern(x, grid) for x in maps]
+    return {
+        "reach": [reach(x, grid) for x in maps],
+        "two_dimensional": [shape[0] for shape in shapes],
+        "raster": [shape[1] for shape in shapes],
+        "change": [None, *(change(a, b) for a, b in itertools.pairwise(maps))],
+    }
+
+
+def measure_joining(
+    model: nnx.Module, images: Float[Array, "B H W 3"]
+) -> dict[str, Float[np.ndarray, " layers"]]:
+    """Equations 2 and 3 on images: means over images, patches and heads.
+
+    Returns:
+        A number for each layer by name: LAMBDAS (not for LaPE), the root mean squares of the two
+        PARTS of the attention's input and of the four TERMS of the logits, and the SHARES of these.
+
+    Raises:
+        ValueError: the model has several stages, or no absolute embedding.
+    """
+    if not isinstance(model, ViT) or len(model.parts()) > 1:
+        raise ValueError(
+            f"equations 2 and 3 are for isotropic models, and {type(model).__name__} is none: use "
+            "one like deit_s16"
+        )
+    (grid,) = model.grids(images.shape[1:3])
+    once, by_layer = embeddings(model.position, grid)
+    if once is None and by_layer is None:
+        raise ValueError(
+            f"{model.notation} adds no embedding to the tokens: use an absolute embedding or "
+            "lape(...)"
+        )
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def streams(state: nnx.State, images: Array) -> list[Array]:
+        model = nnx.merge(graph, state)
+        first, _ = model.start(images, False, None)
+        return [first, *model.run(images, False, None, range(model.options.depth - 1))]
+
+    blocks = list_blocks(model.blocks, model.options.depth)
+    prefix, results = model.position.stage.prefix, []
+    for layer, (block, stream) in enumerate(zip(blocks, streams(state, images), strict=True)):
+        measure = functools.partial(
+            _measure_image,
+            block=block,
+            embedding=once,
+            added=None if by_layer is None else by_layer[layer],
+            prefix=prefix,
+        )
+        by_image = [measure(np.asarray(x, np.float64)) for x in stream]
+        names = by_image[0]
+        results.append({name: np.mean([x[name] for x in by_image], 0) for name in names})
+    return {name: np.stack([result[name] for result in results]) for name in results[0]}
+
+
+def _measure_image(
+    x: Rows, *, block: nnx.Module, embedding: Rows | None, added: Rows | None, prefix: int
+) -> dict[str, float]:
+    """One layer and image; `embedding` is part of x, or `added` to its norm."""
+    norm = norm_arguments(block.norm1)
+    normalised, shares = layer_norm(x, *norm), {}
+    tokens = normalised
+    if embedding is not None:
+        first, second, _ = by_token = lambdas(x, embedding, norm[-1])
+        tokens = first[:, None] * layer_norm(x - embedding, *norm)
+        added = second[:, None] * layer_norm(embedding, *norm)
+        normalised = normalised - added
+        shares = dict(zip(LAMBDAS, by_token[:, prefix:].mean(-1), strict=True))
+    channels, attention = x.shape[-1], block.attn
+    kernel = np.asarray(attention.qkv.kernel[...], np.float64)[:, : 2 * channels]
+    bias = attention.qkv.bias
+    bias = 0.0 if bias is None else np.asarray(bias[...], np.float64)[: 2 * channels]
+    terms, fractions = term_sizes(logit_terms(normalised, added, kernel, bias, attention.heads))
+    size = lambda part: np.mean(part[prefix:] ** 2) ** 0.5
+    shares |= dict(zip(PARTS, (size(tokens), size(added)), strict=True))
+    shares |= dict(zip(TERMS, terms.mean(-1), strict=True))
+    return shares | dict(zip(SHARES, fractions.mean(-1), strict=True))

@@ -1,0 +1,134 @@
+"""LaPE's equations 1 to 3 and the reach of positions, with golden numbers of a NumPy definition."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rope_jax
+from rope_jax.analysis import joining
+from rope_jax.analysis.correlation import layer_norm, stage_positions
+from tests.models.small import pictures, small_model
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "joining.json").read_text())
+
+
+def draw(case):
+    """The arrays of a case, in the order of the golden's draws."""
+    rng = np.random.default_rng(case["seed"])
+    channels, layers = case["channels"], case["layers"]
+    length = case["prefix"] + np.prod(case["grid"])
+    shapes = {
+        "tokens": ((layers, length, channels), 1),
+        "learned": ((length, channels), 0.6),
+        "gamma": ((layers, channels), 0.3),
+        "beta": ((layers, channels), 0.2),
+        "w_q": ((layers, channels, channels), channels**-0.5),
+        "w_k": ((layers, channels, channels), channels**-0.5),
+        "b_q": ((layers, channels), 0.1),
+        "b_k": ((layers, channels), 0.1),
+        "lape_gamma": ((layers, channels), 0.5),
+        "lape_beta": ((layers, channels), 0.3),
+    }
+    arrays = {name: scale * rng.standard_normal(shape) for name, (shape, scale) in shapes.items()}
+    for name in ("gamma", "lape_gamma"):
+        arrays[name] += 1
+    if case["embedding"] != "learned":
+        i, places = np.arange(channels), np.arange(length)[:, None]
+        angles = places / 10000 ** (2 * (i // 2) / channels)
+        arrays["learned"] = np.where(i % 2 == 0, np.sin(angles), np.cos(angles))
+    if case["zero_prefix"]:
+        arrays["learned"][: case["prefix"]] = 0
+    return arrays
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_equations_match_the_golden_numbers(name):
+    case, expected = GOLDEN[name]["case"], GOLDEN[name]["expected"]
+    arrays, epsilon, prefix = draw(case), case["eps"], case["prefix"]
+    embedding, heads, rows = arrays["learned"], case["heads"], []
+    lape = embedding
+    for layer, golden in enumerate(expected["layers"]):
+        x = arrays["tokens"][layer]
+        norm = (arrays["gamma"][layer], arrays["beta"][layer], epsilon)
+        if case["join"] == "lape":
+            lape_norm = (arrays["lape_gamma"][layer], arrays["lape_beta"][layer], epsilon)
+            lape = positions = layer_norm(lape, *lape_norm)
+            tokens = token_part = layer_norm(x, *norm)
+            rows.append(positions[prefix:])
+        else:
+            x = x + embedding
+            values = joining.lambdas(x, embedding, epsilon)
+            np.testing.assert_allclose(
+                values[:, prefix:].mean(-1), golden["lambda_mean_of_patch_tokens"], rtol=1e-10
+            )
+            positions = values[1][:, None] * layer_norm(embedding, *norm)
+            token_part = values[0][:, None] * layer_norm(x - embedding, *norm)
+            bias = values[2][:, None] * arrays["beta"][layer]
+            tokens = layer_norm(x, *norm) - positions
+            np.testing.assert_allclose(tokens, token_part + bias, atol=1e-12)  # equation 2
+            rows.append(layer_norm(embedding, *norm)[prefix:])
+        size = lambda part: np.mean(part[prefix:] ** 2) ** 0.5
+        assert size(token_part) == pytest.approx(golden["rms_of_token_part"], rel=1e-10)
+        assert size(positions) == pytest.approx(golden["rms_of_position_part"], rel=1e-10)
+        kernel = np.concatenate([arrays["w_q"][layer], arrays["w_k"][layer]], axis=1)
+        biases = np.concatenate([arrays["b_q"][layer], arrays["b_k"][layer]])
+        terms = joining.logit_terms(tokens, positions, kernel, biases, heads)
+        sizes, shares = joining.term_sizes(terms)
+        np.testing.assert_allclose(sizes.mean(-1), golden["term_rms_mean_of_heads"], rtol=1e-10)
+        np.testing.assert_allclose(shares.mean(-1), golden["term_share_mean_of_heads"], rtol=1e-9)
+        np.testing.assert_allclose(shares.sum(0), 1, rtol=1e-10)
+    measures = joining.position_measures(np.stack(rows), tuple(case["grid"]))
+    for measure in ("reach", "two_dimensional", "raster"):
+        numbers = [golden[measure] for golden in expected["layers"]]
+        np.testing.assert_allclose(measures[measure], numbers, rtol=1e-10)
+    np.testing.assert_allclose(measures["change"][1:], expected["change_between_layers"], rtol=1e-9)
+    assert joining.trend(measures["reach"]) == pytest.approx(expected["trend_of_reach"])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("position", ["ape", "lape(ape)"])
+def test_models_are_measured_at_the_input_of_each_layer(position):
+    model = small_model("deit_ti16", position, dtype=jnp.float64)
+    images = jnp.asarray(pictures(6, 10), jnp.float64)
+    values = joining.measure_joining(model, images)
+    assert all(x.shape == (model.options.depth,) for x in values.values())
+    np.testing.assert_allclose(sum(values[name] for name in joining.SHARES), 1, rtol=1e-9)
+    x, _ = model.start(images, False, None)
+    epsilon = model.options.norm_epsilon
+    if position == "ape":
+        embedding = np.asarray(model.position.embed(jnp.zeros((1, 16, 48)), (3, 5))[0], np.float64)
+        by_image = [joining.lambdas(np.asarray(y), embedding, epsilon)[:, 1:] for y in x]
+        for name, expected in zip(joining.LAMBDAS, np.mean(by_image, (0, 2)), strict=True):
+            assert values[name][0] == pytest.approx(expected, rel=1e-9)
+        assert (values["lambda_3"] < 1e-6).all()
+    else:
+        assert "lambda_1" not in values
+        rows = np.asarray(model.position.terms((3, 5)).add.value[:, 1:], np.float64)
+        np.testing.assert_allclose(values["positions"], (rows**2).mean((1, 2)) ** 0.5, rtol=1e-6)
+        tokens = np.asarray(model.blocks[0].norm1(x))[:, 1:]
+        expected = ((tokens**2).mean((1, 2)) ** 0.5).mean()
+        assert values["tokens"][0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_stages_have_their_own_maps():
+    options = {"width": 16, "depths": (1, 2), "heads": (1, 2), "window_size": 2}
+    model = rope_jax.create_model("swin_t", position="lape(ape)", image_size=32, **options)
+    stages = stage_positions(model, (32, 32))
+    assert [(grid, rows.shape) for grid, rows in stages] == [
+        ((8, 8), (1, 64, 16)),
+        ((4, 4), (2, 16, 32)),
+    ]
+    with pytest.raises(ValueError, match="isotropic"):
+        joining.measure_joining(model, pictures(32, 32))
+
+
+def test_reach_is_small_for_local_positions():
+    grid = (14, 14)
+    y, x = np.divmod(np.arange(196), 14)
+    distance = np.hypot(y[:, None] - y, x[:, None] - x)
+    reaches = [joining.reach(np.exp(-((distance / width) ** 2) / 2), grid) for width in (1, 2, 4)]
+    np.testing.assert_allclose(reaches, [0.193, 0.333, 0.576], atol=0.06)
+    assert reaches == sorted(reaches)
