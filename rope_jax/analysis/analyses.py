@@ -197,7 +197,7 @@ def joining(
         "shares of the norm": LAMBDAS,
         "root mean square": PARTS,
         "terms of the logits": TERMS,
-        "their shares": SHARES,
+        "shares of these terms": SHARES,
         "position correlation": ("reach", "two_dimensional", "raster", "change"),
     }
     lines = {

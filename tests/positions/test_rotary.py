@@ -505,3 +505,47 @@ def test_axial_frequencies_match_hdit(name):
 )
 def test_coordinates_match_hdit(coords, name):
     np.testing.assert_allclose(coords((2, 3)), golden(name, 2, 3, 2), **TOLERANCE)
+
+
+# A phase of each pair (Heo et al., equation 16)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rope1d", "rope2d", "rope_mixed", "axial_rope(k_rope=1)", "cat_rope", "eva02", "as2drope"],
+)
+def test_projections_learn_any_phase_of_a_rotation(text):
+    """Logits Re(q conj(k) exp(i (theta_n - theta_m + phi))) are those of turned projections.
+
+    Queries whose projection and bias are turned by phi in each pair of channels have them, and so
+    have keys turned by -phi: a phase needs no parameter of its own.
+    """
+    rotation = first_rotation(text)
+    theta = angles(rotation)
+    theta = np.broadcast_to(theta, (HEADS, *theta.shape[1:]))
+    length, pairs = theta.shape[1:]
+    rng = np.random.default_rng(0)
+    x, phi = rng.standard_normal((length, 8)), rng.standard_normal((HEADS, pairs))
+    weights = rng.standard_normal((2, 9, HEADS, HEAD_DIM))  # of queries and keys, biases last
+    channels = np.arange(2 * pairs)
+    half = rotation.pairing == "half"
+    first, second = channels.reshape(2, -1) if half else channels.reshape(-1, 2).T
+    project = lambda w: np.einsum("lc,cnd->lnd", x, w[:-1]) + w[-1]
+    pair = lambda z: z[..., first] + 1j * z[..., second]
+
+    def turn(w, phase):
+        turned, out = pair(w) * np.exp(1j * phase), np.array(w)
+        out[..., first], out[..., second] = turned.real, turned.imag
+        return out
+
+    def logits(w_q, w_k):
+        q, k = rotate(*(jnp.asarray(project(w)[None]) for w in (w_q, w_k)), rotation)
+        return np.einsum("lnd,mnd->nlm", q[0], k[0])
+
+    q, k = (project(w) for w in weights)
+    phases = np.exp(1j * (theta[:, :, None] - theta[:, None] + phi[:, None, None]))
+    expected = np.einsum("lnr,mnr,nlmr->nlm", pair(q), pair(k).conj(), phases).real
+    rest = slice(2 * pairs, None)  # channels that stay
+    expected += np.einsum("lnd,mnd->nlm", q[..., rest], k[..., rest])
+    np.testing.assert_allclose(logits(turn(weights[0], phi), weights[1]), expected, atol=1e-11)
+    np.testing.assert_allclose(logits(weights[0], turn(weights[1], -phi)), expected, atol=1e-11)
