@@ -12,7 +12,6 @@ from rope_jax.papers.runs import Run
 
 Key = Mapping[str, Any]
 Cell = dict[str, Any]  # key, published, ours, note
-MISSING = "not built yet: {}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Run:
     Attributes:
         model, position, options: as in the cells of its tables; options are those of the model
             that differ from the recipe's.
-        recipe: of `configs`, with its arguments other than position; "" if no recipe trains it.
+        recipe: of `configs`, with its arguments other than position.
         after: the run from whose weights it starts.
     """
 

@@ -14,7 +14,6 @@ from rope_jax.evaluate.accuracy import model_evaluator
 from rope_jax.models.cost import cost
 from rope_jax.papers.claims import Verdict
 from rope_jax.papers.kinds import (
-    MISSING,
     Artifact,
     Cell,
     Key,
@@ -50,7 +49,7 @@ class Table(Artifact):
     Attributes:
         run: the run of a cell's key; None for one that no run gives.
         source: whose published cells it has, if not its own: "lape/main_text"; "" for none.
-        more: keys of cells without a published number; "missing" is what they need.
+        more: keys of cells without a published number.
         columns: the entry of the keys that its columns differ in.
     """
 
@@ -102,8 +101,7 @@ class Table(Artifact):
         made = []
         for key, value in self.keys(lab).values():
             ours, note = self.measure(lab, key)
-            shown = {name: word for name, word in key.items() if name != "missing"}
-            made.append(make_cell(shown, value, ours, note))
+            made.append(make_cell(key, value, ours, note))
         return made
 
     def measure(self, lab: Lab, key: Key) -> tuple[Measured | None, str]:
@@ -115,8 +113,6 @@ class Table(Artifact):
             return speedup(lab, key)
         if quantity.startswith("operations"):
             return count_operations(key)
-        if run is None or (not run.recipe and lab.scale != "released"):
-            return None, MISSING.format(key.get("missing", "its training"))
         if quantity == "train_top1":
             return lab.measured(lab.analyse(run, "train", train_accuracy)), ""
         side = key.get("resolution", [None])[0] if run.task == "classify" else None

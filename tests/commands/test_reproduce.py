@@ -50,13 +50,20 @@ def test_cells_have_published_numbers_ours_and_their_runs(ablation):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["heo/figure_1", "heo/figure_2", "lape/figure_II", "thesis/table_A.2", "thesis/table_B.1"],
+    [
+        "heo/figure_1",
+        "heo/figure_2",
+        "lape/figure_II",
+        "lape/equation_2",
+        "thesis/table_A.2",
+        "thesis/table_B.1",
+    ],
 )
 def test_tables_and_figures_are_filled_at_smoke_scale(tmp_path, name):
     """A sample of `rope_jax reproduce all --scale=smoke`."""
     artifact = run(tmp_path, name, SMOKE)["artifacts"][name]
     empty = {cell["note"] for cell in artifact["cells"] if cell["ours"] is None}
-    assert all(re.search("not built yet|timed on a GPU", note) for note in empty)
+    assert all("timed on a GPU" in note for note in empty)
     assert all((tmp_path / file).exists() for file in artifact["files"])
     assert artifact["files"] or "table" in name
     assert {claim["verdict"] for claim in artifact["claims"]} <= {"not tested"}  # one seed
