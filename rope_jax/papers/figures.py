@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -241,6 +242,11 @@ class Maps(Lines):
             made.append(make_cell(key | {"quantity": "map"}, None, ours, note))
             made += layer_cells(lab, run, self._layers(lab, run))
         return made
+
+    def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, np.ndarray]]]:
+        tokens = lab.tokens or self.tokens
+        name = f"{self.name}_{zlib.crc32(str(tokens).encode()):08x}"
+        return lab.analyse(run, name, lambda loaded: self.maps(loaded, tokens))
 
     def _layers(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, Sequence[float]]]]:
         return lab.analyse(run, f"{self.name}_layers", self.layers) if self.layers else {}
