@@ -41,7 +41,7 @@ from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import ConfigError, in_one_line
 from rope_jax.names.notation import items
-from rope_jax.names.options import Count, Range, Share
+from rope_jax.names.options import Count, Probability, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import unpack
@@ -88,11 +88,13 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
     add("--schemes", help="your own schemes, one more row or line each")
     seeds = "runs of each model; default: 3 at scale small, otherwise 1"
     add("--seeds", type=Argument(Count), help=seeds)
-    add("--epochs", type=Argument(Annotated[float, Range(above=0)]), help="at scale small")
+    positive = Argument(Annotated[float, Range(above=0)])
+    add("--epochs", type=positive, help="at scale small")
     add("--runs", help="workdirs of your own runs, separated by commas, instead of the papers'")
-    add("--minutes", type=float, help="stop when they are over, after the runs in progress")
+    add("--minutes", type=positive, help="stop when they are over, after the runs in progress")
     add("--count", type=Argument(Count), help="images of attention statistics; default: 256")
-    place, token = tuple[Share, Share], "figures of maps: place y,x of the token, such as 0.5,0.25"
+    place = tuple[Probability, Probability]
+    token = "figures of maps: place y,x of the token, such as 0.5,0.25"
     add("--token", type=Argument(place), action="append", default=[], help=token)
     limit = "images of each set, evenly spaced, at scale released; default: all"
     add("--limit", type=Argument(Count), help=limit)

@@ -118,7 +118,7 @@ def test_positions_and_costs(command, capsys):
         ),
         (
             ["correlation", "--model=swin_t", "--options=depths=(1,1),heads=(2,2),width=8"],
-            "Swin has 2 stages with maps of different sizes",
+            "adds no embedding to the tokens",
         ),
         (["attention", *DIGITS], "--images is missing: pass a file or a folder"),
         (["decay"], "name either the WORKDIR of a run or a --model"),

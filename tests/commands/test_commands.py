@@ -45,7 +45,7 @@ def test_help_lists_types_and_defaults(name, monkeypatch, capsys):
     assert output.startswith(f"usage: rope_jax {name} ")
     text = " ".join(output.split())
     arguments = re.findall(r"--(\w+) [A-Z]", text[text.index("options:") :])
-    kinds = re.findall(r"\((?:text|a path|a whole number|a number)\b", text)
+    kinds = re.findall(r"\((?:text|a path|a whole number|a number|2 values)\b", text)
     assert len(kinds) >= len(arguments)
 
 

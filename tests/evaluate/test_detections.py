@@ -105,7 +105,7 @@ def test_masks_are_scored_next_to_boxes(images):
     (example,) = evaluator.task.predict(evaluator, with_masks, 1)
     cat, bird = decode_masks(example.found.masks, (48, 64))
     assert cat[8:16, 8:22].all()
-    assert bird[44:60, 24:32].all()
+    assert bird[22:42, 42:54].all()
 
 
 def test_scores_do_not_depend_on_batch_or_image_sizes(images):
