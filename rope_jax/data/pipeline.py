@@ -143,7 +143,8 @@ def batches(
         Sets with boxes also have `boxes` float32 [b, max_boxes, 4], x1 y1 x2 y2 in pixels of the
         (resized) image; their `label` is int32 [b, max_boxes], -1 in rows without an object; and
         there are `extent` and `original` int32 [b, 2], the rows and columns before padding and
-        those of the stored image.
+        those of the stored image. With masks there is `masks` uint8 [b, max_boxes, H, W / 8], the
+        pixels of each object, eight to a byte along rows; not in an evaluation.
 
     Raises:
         ValueError: arguments out of range, at once.

@@ -25,7 +25,7 @@ from rope_jax.weights.released import ReleasedWeights
 
 Measured = dict[str, Any]  # mean, interval, seeds, runs
 _EPOCHS = {"classify": {"smoke": 0.5, "small": 20.0}, "segment": {"small": 20.0},
-           "detect": {"small": 8.0}, "mask": {"small": 3.0}}  # fmt: skip
+           "detect": {"small": 8.0}, "mask": {"small": 4.0}}  # fmt: skip
 SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
 # Heads of the stand-ins in segmentation of scenes; the cells of a patch have 2 pixels.
 _HEADS = {"deit3": "linear(cells=4)", "vit_adapter": "upernet(width=32)"}

@@ -21,7 +21,7 @@ from rope_jax.models.heads.mask_rcnn.options import MaskRcnnOptions
 from rope_jax.models.heads.mask_rcnn.regions import align
 from rope_jax.models.layers import Deconv, Linear, conv, draw_he
 from rope_jax.positions.grids import Grid
-from rope_jax.positions.initializers import glorot_init, normal_init
+from rope_jax.positions.initializers import conv_init, glorot_init, normal_init
 from rope_jax.system.sharding import over_batch
 
 _BINS, _MASK_BINS = 7, 14  # rows and columns of the features of boxes and of masks
@@ -34,9 +34,10 @@ class FeatureMaps(nnx.Module):
     """Maps of the same channels, each with the coarser ones added; and the last, halved."""
 
     def __init__(self, channels: Sequence[int], width: int, *, rngs: nnx.Rngs, dtypes: dict):
-        settings = {"kernel_init": glorot_init, "rngs": rngs}
-        self.laterals = nnx.List(Linear(inputs, width, **settings, **dtypes) for inputs in channels)
-        self.outputs = nnx.List(_conv(width, dtypes=dtypes, **settings) for _ in channels)
+        init = {"kernel_init": glorot_init, "rngs": rngs}
+        self.laterals = nnx.List(Linear(inputs, width, **init, **dtypes) for inputs in channels)
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        self.outputs = nnx.List(_conv(width, glorot_init, **settings) for _ in channels)
 
     def __call__(self, maps: Maps) -> list[Float[Array, "B _h _w C"]]:
         levels = [layer(x) for layer, x in zip(self.laterals, maps, strict=True)]
@@ -50,10 +51,11 @@ class AnchorHead(nnx.Module):
     """For the anchors of every cell, the logit of an object and the steps to its box."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs, dtypes: dict):
-        settings = {"kernel_init": normal_init(0.01), "rngs": rngs}
-        self.conv = _conv(width, dtypes=dtypes, **settings)
+        init = normal_init(0.01)
+        self.conv = _conv(width, init, rngs=rngs, dtypes=dtypes)
         self.classify, self.steps = (
-            Linear(width, count * _RATIOS, **settings, **dtypes) for count in (1, 4)
+            Linear(width, count * _RATIOS, kernel_init=init, rngs=rngs, **dtypes)
+            for count in (1, 4)
         )
 
     def __call__(self, maps: Maps) -> Levels:
@@ -89,7 +91,8 @@ class MaskHead(nnx.Module):
     """The logits of the masks of boxes, for one class each."""
 
     def __init__(self, width: int, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.convs = nnx.List(_conv(width, rngs=rngs, dtypes=dtypes) for _ in range(4))
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        self.convs = nnx.List(_conv(width, conv_init, **settings) for _ in range(4))
         self.up = Deconv(width, width, rngs=rngs, dtypes=dtypes)
         self.classify = Linear(width, num_classes, rngs=rngs, **dtypes)
         for layer in self.convs:
@@ -108,10 +111,11 @@ class MaskHead(nnx.Module):
         return chosen.reshape(*classes.shape, *logits.shape[1:3])
 
 
-def _conv(width: int, **settings: Any) -> nnx.Conv:
+def _conv(width: int, kernel_init: Callable, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Conv:
     """A convolution of 3 x 3 with a bias that is 0 at first."""
-    bias = {"use_bias": True, "bias_init": jax.nn.initializers.zeros}
-    return conv(width, width, 3, stride=1, padding=1, **bias, **settings)
+    init = {"kernel_init": kernel_init, "bias_init": jax.nn.initializers.zeros}
+    settings = {"stride": 1, "padding": 1, "use_bias": True, "rngs": rngs, "dtypes": dtypes}
+    return conv(width, width, 3, **settings, **init)
 
 
 def _widen(x: Float[Array, "..."]) -> Float[Array, "..."]:
