@@ -13,9 +13,9 @@ def not_finite(tree: Any) -> list[str]:
     leaves = {
         name: leaf for name, leaf in named_leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    # A program of hundreds of leaves would take seconds to compile.
-    finite = jax.device_get([_is_finite(leaf) for leaf in leaves.values()])
-    return [name for name, fine in zip(leaves, finite, strict=True) if not fine]
+    # A program of hundreds of leaves would take seconds to compile; several that run at once may
+    # wait for each other's collectives, on a CPU with several processes.
+    return [name for name, leaf in leaves.items() if not jax.device_get(_is_finite(leaf))]
 
 
 @jax.jit
