@@ -66,6 +66,17 @@ def pixel(rungs: np.ndarray) -> np.ndarray:
     return np.pi * (1 + 4 * rungs * rungs.size / max(rungs.size - 1, 1))
 
 
+def nyquist(rungs: np.ndarray, step: float) -> np.ndarray:
+    """pi .. pi / step, at most 10 pi: between patches a step apart no pair turns by more than pi.
+
+    A faster pair aliases: on that map it equals a slower one (the sampling theorem).
+
+    >>> (nyquist(deal(1, 2), 2 / 8) / np.pi).tolist()  # 8 patches in [-1, 1]
+    [[1.0, 2.0]]
+    """
+    return np.pi * (1 / min(max(step, 0.1), 1)) ** rungs
+
+
 AXIAL_GENERATORS = {make.__name__: make for make in (hdit, eq35, table31, exponential, pixel)}
 
 

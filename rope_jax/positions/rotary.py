@@ -339,8 +339,9 @@ class AxialRope(Rotary):
         k_rope: 2.
         shared: False; True gives all heads the same frequencies.
         generator: the ladder: "hdit" (pi .. 10 pi), "eq35" (1 .. 10), "table31" (1 .. 13.96),
-            "exponential" (1 .. 1/100) or "pixel" (pi .. 5 pi in equal steps; lucidrains'
-            rotary-embedding-torch), in radians per unit of coordinate.
+            "exponential" (1 .. 1/100), "pixel" (pi .. 5 pi in equal steps; lucidrains'
+            rotary-embedding-torch), or "nyquist" (as "hdit", but trained on maps of n < 20 patches
+            pi .. n pi / 2, which do not alias there), in radians per unit of coordinate.
         coords: "centres" of patches in [-1, 1], "endpoints" (first and last patch on the border),
             or "absolute" (row, column).
         aspect: of the box, "isotropic" (its long side is [-1, 1], patches are square) or "separate"
@@ -362,7 +363,7 @@ class AxialRope(Rotary):
         rngs: nnx.Rngs,
         k_rope: int = 2,
         shared: bool = False,
-        generator: Literal[*frequencies.AXIAL_GENERATORS] = "hdit",
+        generator: Literal[*frequencies.AXIAL_GENERATORS, "nyquist"] = "hdit",
         coords: Literal["centres", "endpoints", "absolute"] = "centres",
         aspect: Literal["isotropic", "separate"] = "isotropic",
         axis_order: Literal["yx", "xy"] = "yx",
@@ -379,6 +380,11 @@ class AxialRope(Rotary):
                 f"aspect={aspect} is the form of a box, which coords=absolute does not have: leave "
                 "it out, or use other coords"
             )
+        if coords == "absolute" and generator == "nyquist":
+            raise ValueError(
+                "generator=nyquist is for coordinates in a box, which coords=absolute has not: use "
+                "generator=exponential, or other coords"
+            )
         if window_coords == "local_unit":
             self.stage = dataclasses.replace(stage, window_box="own")
         self.resolution = "extrapolate" if coords == "absolute" else "interpolate"
@@ -390,9 +396,13 @@ class AxialRope(Rotary):
 
     def freqs(self) -> Float[np.ndarray, "N A R"]:
         rungs = frequencies.deal(self.heads, self.pairs // 2)
-        return frequencies.two_axes(
-            frequencies.AXIAL_GENERATORS[self.generator](rungs), self.axis_order
-        )
+        if self.generator == "nyquist":
+            coords = self.coords(self._box(self.trained, self.trained.grid))
+            steps = [np.diff(coords, axis=axis).max(initial=0.0) for axis in (0, 1)]
+            freqs = frequencies.nyquist(rungs, max(steps))
+        else:
+            freqs = frequencies.AXIAL_GENERATORS[self.generator](rungs)
+        return frequencies.two_axes(freqs, self.axis_order)
 
 
 @scheme("axial_rope_v1")

@@ -78,6 +78,7 @@ def test_invalid_texts_raise_only_value_errors(text):
         ("rope2d(freq_span=half)", "freq_span must be one of"),
         ("rope2d(order=heo)", "order must be one of"),
         ("axial_rope(generator=pi)", "generator must be one of"),
+        ("axial_rope(generator=nyquist,coords=absolute)", "use generator=exponential"),
         ("axial_rope(coords=corners)", "coords must be one of"),
         ("axial_rope(aspect=square)", "aspect must be one of"),
         ("axial_rope(axis_order=zx)", "axis_order must be one of"),

@@ -192,6 +192,27 @@ def test_angles(text):
         np.testing.assert_allclose(angles(position.terms(grid).rotation), want, **EXACT)
 
 
+@pytest.mark.parametrize("coords", ["centres", "endpoints"])
+def test_no_pair_aliases_on_the_training_map_with_generator_nyquist(coords):
+    for sides in [(1, 1), (1, 3), (4, 3), (7, 7), (14, 9)]:
+        position = scheme(f"axial_rope(generator=nyquist,coords={coords})", grid=sides)
+        theta = angles(position.terms(sides).rotation).reshape(HEADS, *sides, -1)
+        fastest = max(np.abs(np.diff(theta, axis=axis)).max(initial=0.0) for axis in (1, 2))
+        assert fastest <= np.pi + 1e-9
+    published = "axial_rope(coords=centres)"
+    for text in (published, published.replace("coords", "generator=nyquist,coords")):
+        np.testing.assert_allclose(scheme(text, grid=(20, 8)).freqs(), scheme(published).freqs())
+
+
+def test_frequencies_of_nyquist_are_those_of_the_training_map():
+    """On larger images too; 2 x 4 patches: pi .. 2 pi."""
+    position = scheme("axial_rope(generator=nyquist)", grid=(2, 4))
+    before = position.freqs()
+    position.resize((16, 32))
+    np.testing.assert_array_equal(position.freqs(), before)
+    assert np.pi < before.max() < 2 * np.pi
+
+
 @pytest.mark.parametrize(
     ("short", "full"),
     [
