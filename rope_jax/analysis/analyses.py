@@ -1,14 +1,15 @@
 """The analyses of a model and of schemes: each draws its pictures, and returns its figures.
 
-Functions in OF_MODEL take a loaded model, functions in OF_SCHEMES do not; all take the folder for
-their pictures. Keyword-only parameters are the options of `python -m rope_jax.analysis`.
+Functions in OF_MODEL take a loaded model and the path of their pictures, functions in OF_SCHEMES a
+folder. Those in TOGETHER draw the figures of several models in one picture. Keyword-only parameters
+are the options of `python -m rope_jax.analysis`.
 """
 
 import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,17 +42,23 @@ from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.names.options import Count, CountOrZero, Probability
 from rope_jax.names.text import format_table, image_pair
+from rope_jax.positions.grids import Grid
 from rope_jax.runs.loading import LoadedModel
 from rope_jax.system.files import write_file
 from rope_jax.training.setup import load_split
 
 Results = dict[str, Any]
+ByLabel = Mapping[str, Results]  # of one analysis of several models or sizes
 SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
+_ATTENTION = {
+    "distance": "attention distance (tokens)",
+    "entropy": "entropy of attention (nats)",
+}
 
 
 def attention(
     loaded: LoadedModel,
-    out: pathlib.Path,
+    stem: pathlib.Path,
     *,
     images: str | None = None,
     resolution: str | None = None,
@@ -62,24 +69,35 @@ def attention(
 
     Args:
         loaded: the model.
-        out: folder to write to.
+        stem: path of its pictures, without suffix.
         images: file or folder; default: the test split of the WORKDIR's data
-        resolution: pixels, 224 or 224x320; default: the training resolution
+        resolution: pixels: 224, 224x320, or several as in 160,224; default: that of training
         count: number of images
         batch_size: images in a step
     """
     batches = image_batches(loaded, images, resolution, count, batch_size)
     statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
-    labels = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
-    for name, label in labels.items():
-        path = out / f"attention_{name}.png"
-        plots.values_by_layer(getattr(statistics, name), path, label=label, title=loaded.title)
+    for name, label in _ATTENTION.items():
+        values = getattr(statistics, name)
+        plots.values_by_layer(values, _png(stem, name), label=label, title=loaded.title)
     return dataclasses.asdict(statistics)
+
+
+def attention_together(results: ByLabel, stem: pathlib.Path, title: str) -> None:
+    """Draws the mean over heads in each layer, a line for each label."""
+    lines = {
+        panel: {
+            label: {layer: np.mean(heads) for layer, heads in enumerate(figures[name], 1)}
+            for label, figures in results.items()
+        }
+        for name, panel in _ATTENTION.items()
+    }
+    plots.curves_by_panel(lines, {}, _png(stem), title=title, x="layer", y="mean of the heads")
 
 
 def maps(
     loaded: LoadedModel,
-    out: pathlib.Path,
+    stem: pathlib.Path,
     *,
     images: str | None = None,
     resolution: str | None = None,
@@ -91,9 +109,9 @@ def maps(
 
     Args:
         loaded: the model.
-        out: folder to write to.
+        stem: path of its pictures, without suffix.
         images: file or folder; default: the test split of the WORKDIR's data
-        resolution: pixels, 224 or 224x320; default: the training resolution
+        resolution: pixels: 224, 224x320, or several as in 160,224; default: that of training
         count: number of images
         batch_size: images in a step
         query: y,x of the query; default: the class token, or the centre
@@ -106,14 +124,14 @@ def maps(
     plots.overlays(
         pixels[0],
         shown,
-        out / "maps.png",
+        _png(stem),
         title=f"{loaded.title}: attention of the {'class' if of_class_token else 'marked'} token",
         place=None if of_class_token else query or (0.5, 0.5),
     )
     return {"query": query, "maps": shown}
 
 
-def fourier(loaded: LoadedModel, out: pathlib.Path) -> Results:
+def fourier(loaded: LoadedModel, stem: pathlib.Path) -> Results:
     """Reconstruction of a point from the frequencies of a rotary scheme (Heo et al., figure 1)."""
     stages = loaded.model.positions(loaded.image_size)
     shown = {}
@@ -126,7 +144,7 @@ def fourier(loaded: LoadedModel, out: pathlib.Path) -> Results:
         shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
     plots.panels(
         shown,
-        out / "fourier.png",
+        _png(stem),
         title=f"{loaded.title}: the marked token, reconstructed",
         label="relative to the marked token",
     )
@@ -134,36 +152,55 @@ def fourier(loaded: LoadedModel, out: pathlib.Path) -> Results:
 
 
 def correlation(
-    loaded: LoadedModel, out: pathlib.Path, *, token: CountOrZero | None = None
+    loaded: LoadedModel, stem: pathlib.Path, *, token: CountOrZero | None = None
 ) -> Results:
     """Cosine similarity of one token's position to all others, in each layer (LaPE, figure 3).
 
     Args:
         loaded: the model.
-        out: folder to write to.
+        stem: path of its pictures, without suffix.
         token: its index; default: the centre (on an even map, the upper left of the middle four)
     """
+    results = _correlation_maps(stage_positions(loaded.model, loaded.image_size), token)
+    correlation_together({"": results}, stem, loaded.title)
+    return results
+
+
+def correlation_together(results: ByLabel, stem: pathlib.Path, title: str) -> None:
+    """Draws the maps of all labels, a row for each."""
+    shown = {
+        f"{label}\n{layer}".strip(): values
+        for label, figures in results.items()
+        for layer, values in figures["maps"].items()
+    }
+    depth = max(len(figures["maps"]) for figures in results.values())
+    plots.panels(
+        shown,
+        _png(stem),
+        title=f"{title}: position of the marked token and of the others",
+        label="cosine similarity",
+        mark=[mark for figures in results.values() for mark in figures["marked"]],
+        columns=depth if len(results) > 1 else 6,
+    )
+
+
+def _correlation_maps(
+    stages: Sequence[tuple[Grid, Float[np.ndarray, "layers L C"]]], token: int | None = None
+) -> Results:
+    """The maps by layer, and on each the (row, column) of the token; None for the middle."""
     shown, marks = {}, []
-    stages = stage_positions(loaded.model, loaded.image_size)
     for number, (grid, rows) in enumerate(stages, 1):
         stage = f"stage {number}, " if len(stages) > 1 else ""
         middle = middle_token(grid) if token is None else token
         layers = _by_layer(position_correlation(rows, grid, middle))
         shown |= {f"{stage}{name}": layer for name, layer in layers.items()}
         marks += [divmod(middle, grid[1])] * len(layers)
-    plots.panels(
-        shown,
-        out / "correlation.png",
-        title=f"{loaded.title}: position of the marked token and of the others",
-        label="cosine similarity",
-        mark=marks,
-    )
-    return {"maps": shown}
+    return {"maps": shown, "marked": marks}
 
 
 def joining(
     loaded: LoadedModel,
-    out: pathlib.Path,
+    stem: pathlib.Path,
     *,
     images: str | None = None,
     resolution: str | None = None,
@@ -176,15 +213,15 @@ def joining(
 
     Args:
         loaded: the model.
-        out: folder to write to.
+        stem: path of its pictures, without suffix.
         images: file or folder; default: the test split of the WORKDIR's data
-        resolution: pixels, 224 or 224x320; default: the training resolution
+        resolution: pixels: 224, 224x320, or several as in 160,224; default: that of training
         count: number of images
         batch_size: images in a step
     """
-    size = image_pair(resolution) if resolution else loaded.image_size
+    stages = stage_positions(loaded.model, image_pair(resolution or loaded.image_size))
     results: Results = {}
-    for grid, rows in stage_positions(loaded.model, size):
+    for grid, rows in stages:
         for name, values in position_measures(rows, grid).items():
             results.setdefault(name, []).extend(values)
     if len(loaded.model.parts()) == 1:
@@ -193,6 +230,32 @@ def joining(
         weights = [number for _, number in measured]
         for name in measured[0][0]:
             results[name] = np.average([x[name] for x, _ in measured], axis=0, weights=weights)
+    curves = {name: values for name, (values, _) in _joining_curves(results).items()}
+    lines: dict[str, Any] = {}
+    for name, (values, panel) in _joining_curves(results).items():
+        lines.setdefault(panel, {})[name] = values
+    plots.curves_by_panel(lines, {}, _png(stem), title=loaded.title, x="layer", y="")
+    cell = lambda values, layer: f"{values[layer]:.3f}" if layer in values else "-"
+    layers = range(1, len(results["reach"]) + 1)
+    table = [(str(n), *(cell(values, n) for values in curves.values())) for n in layers]
+    print(format_table(("layer", *curves), table))
+    results |= _correlation_maps(stages)
+    correlation_together({"": results}, stem.with_name(f"{stem.name}_maps"), loaded.title)
+    return results
+
+
+def joining_together(results: ByLabel, stem: pathlib.Path, title: str) -> None:
+    """Draws a panel for each number of `joining` with a line for each label, and their maps."""
+    lines: dict[str, Any] = {}
+    for label, figures in results.items():
+        for name, (values, _) in _joining_curves(figures).items():
+            lines.setdefault(name, {})[label] = values
+    plots.curves_by_panel(lines, {}, _png(stem), title=title, x="layer", y="", columns=4)
+    correlation_together(results, stem.with_name(f"{stem.name}_maps"), title)
+
+
+def _joining_curves(results: Results) -> dict[str, tuple[dict[int, float], str]]:
+    """Numbers of `joining` by layer, where they are defined, and the panel that shows them."""
     groups = {
         "shares of the norm": LAMBDAS,
         "root mean square": PARTS,
@@ -200,32 +263,22 @@ def joining(
         "shares of these terms": SHARES,
         "position correlation": ("reach", "two_dimensional", "raster", "change"),
     }
-    lines = {
-        panel: {
-            name: {layer: x for layer, x in enumerate(results[name], 1) if x is not None}
-            for name in names
-            if name in results
-        }
+    return {
+        name: ({layer: x for layer, x in enumerate(results[name], 1) if x is not None}, panel)
         for panel, names in groups.items()
+        for name in names
+        if name in results
     }
-    lines = {panel: curves for panel, curves in lines.items() if curves}
-    plots.curves_by_panel(lines, {}, out / "joining.png", title=loaded.title, x="layer", y="")
-    columns = {name: values for curves in lines.values() for name, values in curves.items()}
-    depth = len(results["reach"])
-    cell = lambda values, layer: f"{values[layer]:.3f}" if layer in values else "-"
-    table = [(str(n), *(cell(x, n) for x in columns.values())) for n in range(1, depth + 1)]
-    print(format_table(("layer", *columns), table))
-    return results
 
 
-def decay(loaded: LoadedModel, out: pathlib.Path) -> Results:
+def decay(loaded: LoadedModel, stem: pathlib.Path) -> Results:
     """Decay of attention scores with the distance between query and key."""
     position, grid = loaded.model.positions(loaded.image_size)[0]
     distances = np.arange(2 * max(grid) + 1, dtype=float)
     score, bound = score_decay(frequencies(position, grid), distances)
     plots.lines(
         {"query and key of ones": (distances, score), "RoFormer's bound on it": (distances, bound)},
-        out / "decay.png",
+        _png(stem),
         x="distance (tokens)",
         y="relative to the score at distance 0",
         title=f"{loaded.title}, {grid[0]}x{grid[1]} tokens",
@@ -233,12 +286,12 @@ def decay(loaded: LoadedModel, out: pathlib.Path) -> Results:
     return {"distances": distances, "score": score, "bound": bound}
 
 
-def learned_frequencies(loaded: LoadedModel, out: pathlib.Path, *, stage: Count = 1) -> Results:
+def learned_frequencies(loaded: LoadedModel, stem: pathlib.Path, *, stage: Count = 1) -> Results:
     """Learned frequencies before and after training, in radians per token.
 
     Args:
         loaded: the model.
-        out: folder to write to.
+        stem: path of its pictures, without suffix.
         stage: stage of a hierarchical backbone
     """
     stages = loaded.model.positions(loaded.image_size)
@@ -252,7 +305,7 @@ def learned_frequencies(loaded: LoadedModel, out: pathlib.Path, *, stage: Count 
     initial, _ = loaded.create().positions(loaded.image_size)[stage - 1]
     before, after = frequencies(initial, grid), frequencies(trained, grid)
     title = f"{loaded.title}: frequencies before and after training"
-    plots.frequencies_before_and_after(before, after, out / "learned.png", title=title)
+    plots.frequencies_before_and_after(before, after, _png(stem), title=title)
     return {"before": before, "after": after}
 
 
@@ -315,22 +368,49 @@ OF_MODEL = {
     "learned": learned_frequencies,
 }
 OF_SCHEMES = {"angles": angles, "costs": costs}
+TOGETHER = {
+    "attention": attention_together,
+    "correlation": correlation_together,
+    "joining": joining_together,
+}
 
 
-def keep(name: str, out: pathlib.Path, results: Results) -> None:
-    """Writes the figures of an analysis to NAME.json, and prints where they are."""
-    write_file(out / f"{name}.json", json.dumps(results, default=np.ndarray.tolist) + "\n")
-    print(f"{name}: results are in {out}")
+def keep(name: str, stem: pathlib.Path, results: Results) -> None:
+    """Writes the figures of an analysis to STEM.json, and prints where they are."""
+    text = json.dumps(results, default=np.ndarray.tolist)
+    write_file(stem.with_name(f"{stem.name}.json"), text + "\n")
+    print(f"{name}: results are in {stem.parent}")
 
 
-def analyse_model(name: str, loaded: LoadedModel, out: pathlib.Path, **options: Any) -> None:
+def analyse_model(name: str, loaded: LoadedModel, stem: pathlib.Path, **options: Any) -> Results:
     """Runs the analysis with this name in OF_MODEL, and writes its figures.
 
     Raises:
         ValueError: it is not defined for this model or its scheme.
     """
-    results = OF_MODEL[name](loaded, out, **options)
-    keep(name, out, {"model": loaded.title, "weights": loaded.weights} | results)
+    results = OF_MODEL[name](loaded, stem, **options)
+    keep(name, stem, {"model": loaded.title, "weights": loaded.weights} | results)
+    return results
+
+
+def labels(cases: Sequence[tuple[LoadedModel, str | None]]) -> list[str]:
+    """Tells models and sizes apart by as little as it takes: model, scheme, size, weights.
+
+    Raises:
+        ConfigError: two are the same.
+    """
+    facts = [(x.name, x.position, f"{size} px", x.weights) for x, size in cases]
+    shown: list[tuple[str, ...]] = [()] * len(cases)
+    for values in zip(*facts, strict=True):
+        if len(set(shown)) < len(cases) and len(set(values)) > 1:
+            shown = [(*label, value) for label, value in zip(shown, values, strict=True)]
+    if len(set(shown)) < len(cases):
+        raise ConfigError("the same model is named twice: name different ones")
+    return [", ".join(label) for label in shown]
+
+
+def _png(stem: pathlib.Path, name: str = "") -> pathlib.Path:
+    return stem.with_name(f"{stem.name}{name and f'_{name}'}.png")
 
 
 def _by_layer(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:

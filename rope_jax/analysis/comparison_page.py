@@ -236,7 +236,7 @@ def analyse(run: RunResults) -> None:
     with kernels_of_run(loaded.config, run.workdir):
         for name in OF_MODEL:
             try:
-                analyse_model(name, loaded, run.workdir)
+                analyse_model(name, loaded, run.workdir / name)
             except (ConfigError, ValueError, OSError) as error:  # not of this scheme or model
                 print(f"{name}: {in_one_line(error)}", file=sys.stderr)
 

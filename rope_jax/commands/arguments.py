@@ -201,17 +201,23 @@ def command_parser(
     return CommandParser(prog=name, description=description, load_plugins=load_plugins)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `rope_jax.runs.loading.load_model` to a parser."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Adds the arguments of `rope_jax.runs.loading.load_model` to a parser.
+
+    Args:
+        parser: of a command.
+        several: accept several workdirs, or schemes of --model.
+    """
     add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
-    add("workdir", nargs="?", help="of a run of rope_jax train")
+    more = "; several, comma-separated" if several else ""
+    add("workdir", nargs="*" if several else "?", help="of a run of rope_jax train")
     add("--step", type=Argument(CountOrZero), help="checkpoint step; default: the newest")
     add(
         "--model",
         help="instead of a workdir: a name of rope_jax.list_models(), or a model saved by "
         "rope_jax.save_pretrained",
     )
-    add("--position", help="scheme of --model; default: the model's own")
+    add("--position", help=f"scheme of --model{more}; default: the model's own")
     add(
         "--weights",
         help="of a named --model: .safetensors, .npz or .pth file, folder, or hub id; "

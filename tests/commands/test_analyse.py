@@ -104,6 +104,27 @@ def test_positions_and_costs(command, capsys):
     assert pictures == ["angles_16.png", "correlation.png", "costs.png"]
 
 
+def test_several_models_and_sizes_have_files_of_their_own_and_common_pictures(tmp_path, capsys):
+    save_run(tmp_path / "a", 2, position="ape")
+    save_run(tmp_path / "b", 2, position="lape(ape)")
+    runs, out = [str(tmp_path / "a"), str(tmp_path / "b")], tmp_path / "out"
+    main(["joining", *runs, "--count=2", f"--out={out}"])
+    main(["correlation", *DIGITS, "--position=ape,lape(ape)", f"--out={out}"])
+    main(["attention", runs[0], "--resolution=8,8x12", "--count=2", f"--out={out}"])
+    assert {path.name for path in out.glob("*.json")} == {
+        *(f"{name}_{x}.json" for name in ("correlation", "joining") for x in ("ape", "lape_ape")),
+        *("attention_8_px.json", "attention_8x12_px.json"),
+    }
+    assert {path.name for path in out.glob("*.png") if path.name.count("_") == 0} == {
+        *("attention.png", "correlation.png", "joining.png"),
+    }
+    assert (out / "joining_maps.png").exists()
+    of_lape = json.loads((out / "joining_lape_ape.json").read_text())
+    assert "lambda_1" not in of_lape
+    with expect_refusal(capsys, "the same model is named twice"):
+        main(["decay", runs[0], runs[0], f"--out={out}"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
