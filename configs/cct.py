@@ -18,7 +18,8 @@ Published accuracies, means of seeds 121 to 125: `rope_jax reproduce lape/table_
 
 Known deviations from the original:
 
-- LaPE's supplement names SGD, but these settings and learning rates are AdamW's.
+- LaPE's supplement names SGD (`optimizer=sgd`), but the settings and rates that it lists are those
+  of the authors' AdamW.
 - Random erasing: on CIFAR-10, the file of the training command (configs/datasets/cifar10.yml) has
   0.25, the published file of the 300 epochs has none (`erasing=0.0`). The paper does not choose.
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
@@ -34,17 +35,20 @@ SETS = {
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant, dataset, position, erasing, resolution, epochs, source, path, seed.
+    """Arguments: variant, dataset, position, optimizer, erasing, resolution, epochs, source, path,
+    seed.
 
-    variant is a model, dataset cifar10 or cifar100, erasing the probability of random erasing,
-    epochs those of the cosine; position None is the model's own scheme.
+    variant is a model, dataset cifar10 or cifar100, optimizer adamw or sgd (with momentum 0.9),
+    erasing the probability of random erasing, epochs those of the cosine; position None is the
+    model's own scheme.
     """
     args = cfg.recipe_arguments(
         arguments,
-        {"dataset": SETS},
+        {"dataset": SETS, "optimizer": ("adamw", "sgd")},
         variant="cct_7_3x1",
         dataset="cifar10",
         position=None,
+        optimizer="adamw",
         erasing=0.25,
         resolution=32,
         epochs=300.0,
@@ -80,6 +84,7 @@ def get_config(arguments: str | None = None):
     config.mix.off_epoch = mixed
     config.mix.before_erasing = True
 
+    config.optim.name = args.optimizer
     config.optim.learning_rate = rate
     config.optim.min_learning_rate = 1e-5
     config.optim.schedule_step = "epoch"

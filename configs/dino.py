@@ -42,7 +42,7 @@ Known deviations from the original:
 
 from rope_jax import config as cfg
 
-_WINDOWS = "class_token=False,attention=window,window_size=14,drop_path_schedule=linear"
+_WINDOWS = "class_token=False,attention=window,drop_path_schedule=linear"
 # Variant -> model, its options, drop path.
 VARIANTS = {
     "vit_b": ("deit3_b16", f"{_WINDOWS},global_blocks=(2,5,8,11)", 0.1),
@@ -54,16 +54,18 @@ VARIANTS = {
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant, position, resolution, steps, source, path, seed.
+    """Arguments: variant, position, window_size, resolution, steps, source, path, seed.
 
-    variant is vit_b, vit_l, swin_t, swin_s or swin_b; resolution is that of the weights to start
-    from, for which tables of positions are made. Images have the sizes of `canvases`.
+    variant is vit_b, vit_l, swin_t, swin_s or swin_b; window_size is the side of windows in tokens,
+    None for 14 (ViT) or 7 (Swin); resolution is that of the weights to start from, for which tables
+    of positions are made. Images have the sizes of `canvases`.
     """
     args = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="vit_b",
         position="rope_mixed",
+        window_size=None,
         resolution=224,
         steps=90_000,
         source="coco",
@@ -71,7 +73,8 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     model, options, drop_path = VARIANTS[args.variant]
-    model_options = (options, "window_padding=tokens", f"drop_path={drop_path}")
+    window = f"window_size={args.window_size or (7 if model.startswith('swin') else 14)}"
+    model_options = (options, window, "window_padding=tokens", f"drop_path={drop_path}")
     config = cfg.default()
     config.seed = args.seed
     config.steps = args.steps

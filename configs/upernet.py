@@ -4,7 +4,7 @@
         --config=upernet:variant=b,position=rope_mixed,path=ADE20K \\
         --config.init_from=runs/deit3/b
     rope_jax train --workdir=runs/adapter \\
-        "--config=upernet:variant=adapter_s,position=lape(ape),path=ADE20K" \\
+        --config=upernet:variant=adapter_s,path=ADE20K \\
         --config.init_from=runs/lape/deit_s
     rope_jax evaluate runs/upernet --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
 
@@ -43,13 +43,14 @@ VARIANTS = {
 def get_config(arguments: str | None = None):
     """Arguments: variant, position, resolution, steps, source, path, seed.
 
-    variant is b, l, adapter_ti or adapter_s; resolution is the side of the crop.
+    variant is b, l, adapter_ti or adapter_s; position None is rope_mixed for Heo et al.'s ViTs and
+    lape(ape) for LaPE's adapters; resolution is the side of the crop.
     """
     args = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="b",
-        position="rope_mixed",
+        position=None,
         resolution=512,
         steps=160_000,
         source="ade20k",
@@ -65,7 +66,8 @@ def get_config(arguments: str | None = None):
     config.loss_pixels = "all"
 
     config.model.name = model
-    config.model.position = args.position
+    adapter = args.variant.startswith("adapter")
+    config.model.position = args.position or ("lape(ape)" if adapter else "rope_mixed")
     config.model.head = head
     config.model.options = "" if drop_path is None else f"drop_path={drop_path}"
 

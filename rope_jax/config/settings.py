@@ -67,7 +67,8 @@ class DataConfig:
 
     source: str = _setting(
         "digits",
-        "digits, scenes, npz, idx, folder, tfds, packed, imagenet, masks, ade20k or coco, see "
+        "digits, scenes, npz, idx, folder, tfds, huggingface, packed, imagenet, masks, ade20k or "
+        "coco, see "
         "rope_jax.data.load",
     )
     path: str | None = _setting(
@@ -318,7 +319,9 @@ class Config:
         "and groups of denoising of the head dino, are those of a part",
     )
     dtype: Literal["float32", "bfloat16"] = _setting(
-        "float32", "dtype of activations; parameters are float32"
+        "float32",
+        "dtype of activations; parameters are float32",
+        hint="gradients in float16 need a scaled loss, those in bfloat16 have float32's range",
     )
     kernels: Literal["tuned", "default", "xla", "cudnn", "triton", "mosaic"] = _setting(
         "tuned",

@@ -95,14 +95,14 @@ SLOW = {
     "swin:variant=swin_b,position=rope_mixed": 87_716_712,
     "thesis:variant=nat_base,position=rpb": 89_769_652,
     "thesis:variant=vit_b16,position=none": 86_417_128,
-    "cct:variant=vit_lite_7_4,dataset=cifar100,position=ape": None,
+    "cct:variant=vit_lite_7_4,dataset=cifar100,position=ape,optimizer=sgd": None,
     "cat:variant=cat_vit_5": None,
     "segmenter:variant=deit_s16,position=lape(ape)": None,
     # Without the last norm; neck; both heads
     "upernet:variant=b,position=rope_mixed": (VIT_B - 2 * 768 + 7_081_728 + 67_963_542 + 1_808_534),
     "upernet:variant=l,position=rope_mixed+ape": None,
     "upernet:variant=adapter_ti,position=ape": None,
-    "upernet:variant=adapter_s,position=lape(ape)": None,
+    "upernet:variant=adapter_s": None,
     # Without classifier and last norm, with norms of stages; both decoders
     "mask2former:variant=swin_s,position=rpb": (
         49_606_258 - 768 * 1001 - 232 - 2 * 768 + 2 * 1440 + 5_421_504 + 14_497_431
@@ -111,7 +111,7 @@ SLOW = {
     # Without class token and last norm; maps of one; maps of the neck; head
     "dino:variant=vit_b,position=rope_mixed": (VIT_B - 2 * 768 - 768 + PYRAMID + 265_216 + DINO),
     "dino:variant=vit_l,position=rope2d+ape": None,
-    "dino:variant=swin_s,position=rope_mixed+rpb": None,
+    "dino:variant=swin_s,position=rope_mixed+rpb,window_size=12": None,
     "dino:variant=swin_b,position=rope2d(base=50)": None,
     "dino:variant=swin_b,position=rpb": (
         87_768_224 - 1_025_000 - 2 * 1024 + 2 * (256 + 512 + 1024) + 2_821_120 + DINO

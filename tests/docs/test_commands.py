@@ -380,7 +380,10 @@ def run(folder, monkeypatch, capsys):
         except (config.ConfigError, ValueError, OSError) as error:
             status = str(error)
         errors = capsys.readouterr().err
-        return f"{status} {errors}" if status or "WARNING" in errors else ""
+        # A warmup of 500 steps is longer than 36 epochs of a stand-in for COCO.
+        warnings = re.findall("WARNING: .* epochs of warmup", errors)
+        warned = errors.count("WARNING") > len(warnings)
+        return f"{status} {errors}" if status or warned else ""
 
     return run
 

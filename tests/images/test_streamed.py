@@ -536,6 +536,36 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     assert (len(packed.labels), packed.about["skipped"][0][1]) == (5, bad[0])
 
 
+def test_sets_of_huggingface_equal_their_folder(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `data`)")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    written = write_folder(tmp_path / "folder")
+    classes = datasets.ClassLabel(names=["n00000001", "n00000002"])
+    features = datasets.Features({"label": classes, "picture": datasets.Image()})
+    rows = {
+        split: [
+            {"label": name.split("/")[0], "picture": {"path": name.split("/")[1], "bytes": data}}
+            for (of, name), data in reversed(written.items())
+            if of == split
+        ]
+        for split in ("train", "test")
+    }
+    sets = {x: datasets.Dataset.from_list(rows[x], features=features) for x in rows}
+    datasets.DatasetDict(sets).save_to_disk(tmp_path / "saved")
+    (tmp_path / "parquet" / "data").mkdir(parents=True)
+    for split, part in sets.items():
+        part.to_parquet(tmp_path / "parquet" / "data" / f"{split}-00000-of-00001.parquet")
+    sets["train"].save_to_disk(tmp_path / "one")
+    for name, split in itertools.product(("saved", "parquet"), sets):
+        other = load("huggingface", str(tmp_path / name), split, (12, 12)).source
+        expect_equal(other, Folder(str(tmp_path / "folder"), split))
+    with pytest.raises(FileNotFoundError, match="no split validation .* it has train"):
+        load("huggingface", str(tmp_path / "one"), "test", 12)
+    sets["test"].remove_columns("label").save_to_disk(tmp_path / "unlabelled")
+    with pytest.raises(ValueError, match="0 features of the type ClassLabel"):
+        load("huggingface", str(tmp_path / "unlabelled"), "train", 12)
+
+
 def test_tfds_and_folders_give_equal_sets(tmp_path):
     reason = "needs tensorflow-datasets (the extra `data`)"
     tfds = pytest.importorskip("tensorflow_datasets", reason=reason)

@@ -80,7 +80,7 @@ def test_backbones_serve_heads_or_name_those_they_serve(name, head):
             abstract(name, **settings)
     elif (name.startswith("vit_adapter"), head) in [(True, "linear"), (True, "segmenter")]:
         with pytest.raises(
-            ValueError, match=r"takes one map, .* use mask2former or upernet, or another"
+            ValueError, match=r"takes one map, .* use mask2former or upernet or another"
         ):
             abstract(name, **settings)
     elif (name, head) == ("vit_digits", "segmenter"):

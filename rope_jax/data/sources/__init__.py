@@ -7,6 +7,7 @@ from typing import Literal
 from rope_jax.data.images.crops import resize
 from rope_jax.data.sources.coco import Coco
 from rope_jax.data.sources.folder import Folder
+from rope_jax.data.sources.huggingface import HuggingFace
 from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.index import Source, Streamed
 from rope_jax.data.sources.memory import MEMORY, Images
@@ -36,6 +37,7 @@ SOURCES = Registry(
         **DRAWN,
         "folder": Folder,
         "tfds": Tfds,
+        "huggingface": HuggingFace,
         "packed": Packed,
         "imagenet": ImageNet,
         "masks": Masks,
@@ -93,6 +95,7 @@ def load(
     - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/), and in
       folders within these; or in path/CLASS/, where every fifth belongs to the test split.
     - `"tfds"`: a data set prepared by tensorflow-datasets.
+    - `"huggingface"`: a folder saved by Hugging Face's `datasets`, or its Parquet files.
     - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
     - `"imagenet"`: the official archives of ImageNet-1k.
     - `"masks"`: images and the classes of their pixels, path/train/NAME.jpg with NAME.png next to
