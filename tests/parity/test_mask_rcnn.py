@@ -123,17 +123,19 @@ def test_losses_and_gradients_for_the_official_samples(detector):
     def total(params, maps):
         head = nnx.merge(graph, params)
         pyramid = head.pyramid(maps)
-        levels = head.anchors(pyramid)
+        levels = head.anchor_head(pyramid)
         sizes = [x.shape[1:3] for x in pyramid]
         anchors = [jnp.asarray(x) for x in make_anchors(sizes, parts.STRIDE)]
         extents = jnp.asarray(case["extents"])
-        proposals, scores = head.propose(levels, anchors, extents, train=True)
+        proposals, scores = head.propose(levels, anchors, extents, case["train"]["pre"])
         count = sum(map(len, anchors))
         example = make_example(case, arrays, count, proposals, scores)
         regions = functools.partial(align, pyramid[:-1], stride=parts.STRIDE)
-        predictions = head.compare(regions, levels, example, jnp.concatenate(anchors), parts.STRIDE)
+        predictions = head.predict_samples(
+            regions, levels, example, jnp.concatenate(anchors), parts.STRIDE
+        )
         loss, accuracy = head.loss(predictions, {})
-        return loss, (region_losses(predictions), accuracy, proposals, predictions.chosen)
+        return loss, (region_losses(predictions), accuracy, proposals, predictions.targets)
 
     (loss, (values, accuracy, proposals, chosen)), gradients = total(
         params, [nhwc(x) for x in maps]
