@@ -245,8 +245,16 @@ def paste(logits, boxes, labels, original, scale):
     boxes = np.asarray(boxes, np.float64) / [scale[1], scale[0], scale[1], scale[0]]
     sigmoid = lambda x: 1 / (1 + np.exp(-x.astype(np.float64)))
     rows = zip(logits, boxes, labels, strict=True)
-    masks = [paste_mask(sigmoid(x[label]), box, tuple(original)) for x, box, label in rows]
+    masks = [paste_whole(sigmoid(x[label]), box, original) for x, box, label in rows]
     return np.array(masks).reshape(-1, *original)
+
+
+def paste_whole(mask, box, original):
+    """The probabilities of all pixels of an image."""
+    whole = np.zeros(original)
+    part, place = paste_mask(mask, box, tuple(original))
+    whole[place] = part
+    return whole
 
 
 def polygon_mask(parts, h, w):

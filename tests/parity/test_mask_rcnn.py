@@ -13,7 +13,6 @@ from rope_jax.models.heads.detection import Targets, scale_boxes
 from rope_jax.models.heads.mask_rcnn.choices import Example, make_anchors
 from rope_jax.models.heads.mask_rcnn.losses import region_losses
 from rope_jax.models.heads.mask_rcnn.regions import align
-from rope_jax.tasks.pasting import paste
 from rope_jax.weights import export_state_dict
 from tests.parity import mask_rcnn as parts
 from tests.parity.mask_rcnn import DATA, golden, nhwc, noise
@@ -171,7 +170,7 @@ def test_detections(detector):
         assert_near(found.scores[i], arrays[f"scores{i}"])
         np.testing.assert_array_equal(found.classes[i], arrays[f"classes{i}"])
         rows = zip(np.asarray(found.masks[i]), boxes, strict=True)
-        pasted = np.array([paste(mask, box, tuple(original)) for mask, box in rows])
+        pasted = np.array([parts.paste_whole(mask, box, original) for mask, box in rows])
         expected = unpack(arrays[f"detected_masks{i}"], original[1])
         np.testing.assert_array_equal((pasted >= 0.5)[sure(pasted)], expected[sure(pasted)])
 

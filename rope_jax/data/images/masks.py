@@ -56,8 +56,8 @@ def _read_runs(text: str) -> list[int]:
     return runs if "".join(numbers) == text else []
 
 
-def encode_mask(mask: Bool[np.ndarray, "h w"]) -> Mask:
-    """A mask of the given pixels."""
+def encode_mask(mask: Bool[np.ndarray, "h w"] | UInt8[np.ndarray, "h w"]) -> Mask:
+    """A mask of the given pixels, 1 inside; uint8 by columns is not copied."""
     from pycocotools import mask as masks
 
     return masks.encode(np.asfortranarray(mask, np.uint8))
