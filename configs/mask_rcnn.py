@@ -22,6 +22,7 @@ Known deviations from the original:
 - What LaPE's table leaves open, including windows and drop path, follows ViT-Adapter's code.
 - Images are resized with antialiasing where they shrink, to sizes rounded as in detectron2; before
   a part is cut out they have no largest side. They are flipped last.
+- Training images with crowds only are left out, and those with a side below 32 pixels are not.
 - The gates of injectors and the batch norms of the convolutional branch are not decayed.
 - A batch has portrait or landscape images, and is padded to one of few canvases. Losses are divided
   by the samples of the whole batch, not of the two images of a GPU; with `--config.accumulate=4`

@@ -1,4 +1,4 @@
-"""Instance masks of the digits of scenes on two CPU cores, without a download.
+"""Mask R-CNN on scenes of digits, for two CPU cores.
 
     rope_jax train --config=scenes --workdir=runs/scenes
     rope_jax train --config=scenes_masks --workdir=runs/scenes_masks

@@ -327,14 +327,15 @@ class Evaluation:
         ids = np.arange(first + start, first + stop)
         exists = ids < len(images.labels)
         canvas = images.size if images.one_size else self.canvas(step)
+        # Masks are large, and read from the images where needed.
+        options = {"with_masks": False} if images.labels_kind.ragged else {}
 
         def read(example: int) -> tuple[Batch, bool]:
             row = {"image": np.zeros((*canvas, 3), np.uint8)}
             row, usable = row | images.labels_kind.blank(images.labels, canvas), False
             if example < len(images.labels):
                 try:
-                    row, usable = images.example(example), True
-                    row.pop("masks", None)  # which are large, and read from the images where needed
+                    row, usable = images.example(example, **options), True
                 except BadImages:
                     if self.bad_images == "error":
                         raise

@@ -1,9 +1,10 @@
 """Labels: a class of each image, classes of its pixels, or boxes with classes, perhaps with masks.
 
 Each kind is one object, which defines the effect of augmentations and batches on its labels. The
-names of the kinds, "images", "pixels" and "boxes", are values of the parameter `labels_of`. Each
-has
+names of the kinds, "images", "pixels", "boxes" and "masks", are values of the parameter
+`labels_of`. Each has
 
+- `words`: what the labels are, for errors;
 - `placed`: True if labels have places in the image, and move with its pixels;
 - `ragged`: True if images differ in their number of labels, so that each is padded separately;
 - `serves(entry)`: checks whether the loader can change labels together with the images;
@@ -28,7 +29,7 @@ Draws = UInt64[np.ndarray, " B"]
 class ClassLabels:
     """`label` int32 [B], or [B, M] where up to M classes are correct: of whole images."""
 
-    labels_of = "images"
+    labels_of, words = "images", "classes of images"
     placed = ragged = False
 
     def serves(self, entry: Entry) -> bool:
@@ -44,7 +45,7 @@ class ClassLabels:
 class PixelLabels:
     """`label` uint8 [B, H, W]: the class of each pixel, 255 for none."""
 
-    labels_of = "pixels"
+    labels_of, words = "pixels", "classes of pixels"
     placed, ragged = True, False
 
     def serves(self, entry: Entry) -> bool:
@@ -66,7 +67,7 @@ class PixelLabels:
 class BoxLabels:
     """`boxes` float32 [B, M, 4], x1 y1 x2 y2 in pixels, and `label` int32 [B, M], -1 for none."""
 
-    labels_of = "boxes"
+    labels_of, words = "boxes", "boxes with classes"
     placed = ragged = True
 
     def serves(self, entry: Entry) -> bool:
@@ -96,12 +97,12 @@ class BoxLabels:
 
 
 class MaskLabels(BoxLabels):
-    """Those of boxes, and `masks` uint8 [B, M, H, W / 8]: pixels of each, eight to a byte.
+    """Boxes, classes and `masks` uint8 [B, M, H, W / 8]: pixels of each, eight to a byte.
 
     Before they are padded they are uint8 [1, n, h, w]. Batches of an evaluation have none.
     """
 
-    labels_of = "masks"
+    labels_of, words = "masks", "boxes with classes and masks"
 
     def serves(self, entry: Entry) -> bool:
         return super().serves(entry) and (entry.stage == CROP or entry.moves)

@@ -118,10 +118,10 @@ def prepare(
         ValueError: an unknown value, a square of size 0, or a preparation with other options in the
             same folder.
     """
-    if find_labels(source.labels_of).placed:
+    if (kind := find_labels(source.labels_of)).placed:
         raise ValueError(
-            f"{source.name} has classes of {source.labels_of}, which a packed set cannot hold: "
-            "train on the set as it is"
+            f"{source.name} has {kind.words}, which a packed set cannot hold: train on the set "
+            "as it is"
         )
     convert(bad_images, Literal[*BAD_IMAGES], "bad_images")
     convert(interpolation, Literal[*INTERPOLATIONS], "interpolation")

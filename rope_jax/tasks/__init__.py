@@ -14,7 +14,10 @@ An `Evaluator` calls
 - `count(outputs, batch, images)`: the contribution of an evaluation batch to the scores: a tree of
   arrays, from the outputs of the model for its images. `mask` of the batch is False for padding,
   and `index` is the number of each image.
-- `scores(parts, images)`: the scores of a set by name, from these trees of all its batches.
+- `collect(part)`, if there is one: what is kept of such a tree on the host, such as the run lengths
+  of masks in place of their pixels.
+- `scores(parts, images)`: the scores of a set by name, from these trees of all its batches, or what
+  is kept of them.
 
 `python -m rope_jax.evaluate` calls
 

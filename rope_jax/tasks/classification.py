@@ -137,7 +137,7 @@ class Classification:
         """Rejects images whose pixels or boxes have classes, and several labels of an image."""
         if images.labels_kind != self.labels:
             raise ConfigError(
-                f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
+                f"--config.data.source={config.data.source} has {images.labels_kind.words}, but "
                 f"{config.model.name} without a head of dense prediction has one class for each "
                 "image: add one with --config.model.head"
             )

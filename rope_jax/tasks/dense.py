@@ -31,15 +31,13 @@ def check_dense(
     head, mix = f"--config.model.head={config.model.head}", config.mix
     if images.labels_kind != labels:
         raise ConfigError(
-            f"{head} needs classes of {labels.labels_of}, but --config.data.source="
-            f"{config.data.source} has classes of {images.labels_of}: use {sources}, or another "
-            "head"
+            f"{head} needs {labels.words}, but --config.data.source={config.data.source} has "
+            f"{images.labels_kind.words}: use {sources}, or another head"
         )
     if config.model.num_classes not in (None, images.classes):
         raise ConfigError(
             f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
-            f"{images.classes} classes of {labels.labels_of}: use {images.classes}, or None for as "
-            "many"
+            f"{images.classes} classes: use {images.classes}, or None for as many"
         )
     classification_only = {
         "mix.mixup": (mix.mixup, 0),

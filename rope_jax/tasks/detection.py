@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Key
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, check_objects, load
 from rope_jax.data.images.augment import parse_crop
-from rope_jax.data.images.masks import encode_mask
+from rope_jax.data.images.masks import Mask, encode_mask
 from rope_jax.data.labels import BoxLabels, find_labels
 from rope_jax.models.dense import head_call
 from rope_jax.models.description import Preprocessing
@@ -101,7 +101,10 @@ class Detection:
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The training loss of the model's head, and the fraction of boxes that are found."""
+        """The training loss of the model's head, and the fraction of boxes that it gets right.
+
+        Which boxes these are is defined by the head's `loss`.
+        """
         predictions = model.predict(
             batch["image"],
             extent=batch["extent"],
@@ -139,14 +142,35 @@ class Detection:
             part |= {"masks": outputs.masks, "original": batch["original"]}
         return part
 
+    def collect(self, part: Mapping[str, np.ndarray]) -> dict[int, ImageDetections]:
+        """Collects the detections of a batch, by number of the image.
+
+        Boxes without an area are left out. Detections with masks stay, as in mmdetection: an empty
+        mask counts as wrong.
+
+        Args:
+            part: from `count`.
+        """
+        detections = {}
+        for row in np.flatnonzero(part["mask"]):
+            boxes, scores, classes = (part[name][row] for name in ("boxes", "scores", "classes"))
+            kept, masks = (boxes[:, 2:] > boxes[:, :2]).all(axis=1), None
+            if "masks" in part:
+                kept, size = scores > 0, tuple(part["original"][row].tolist())
+                pairs = zip(part["masks"][row][kept], boxes[kept], strict=True)
+                masks = [_encode(*pair, size) for pair in pairs]
+            values = (x[kept] for x in (boxes, scores, classes))
+            detections[int(part["index"][row])] = ImageDetections(*values, masks)
+        return detections
+
     def scores(
-        self, parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
+        self, parts: Sequence[Mapping[int, ImageDetections]], images: Images | Streamed
     ) -> dict[str, Any]:
         """Average precision, see `rope_jax.tasks.average_precision`, and `count` of images.
 
         The objects of the set are the annotated ones, including crowds.
         """
-        detections = collect_detections(parts)
+        detections = dict(itertools.chain.from_iterable(part.items() for part in parts))
         truths = [images.truth(index) for index in detections]
         compare = functools.partial(
             average_precision, list(detections.values()), truths, images.classes
@@ -222,37 +246,26 @@ def _sides(frame: str) -> tuple[int, int]:
     return crop.option("short"), crop.option("long")
 
 
-def collect_detections(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, ImageDetections]:
-    """Collects the detections of `count`, by number of the image.
-
-    Boxes without an area are left out, unless they have masks, which are pasted into the image.
-
-    Args:
-        parts: from `count`, of the batches of a set.
-    """
-    detections = {}
-    for part in parts:
-        for row in np.flatnonzero(part["mask"]):
-            boxes, scores, classes = (part[name][row] for name in ("boxes", "scores", "classes"))
-            kept, masks = (boxes[:, 2:] > boxes[:, :2]).all(axis=1), None
-            if "masks" in part:
-                kept, size = scores > 0, tuple(part["original"][row].tolist())
-                pairs = zip(part["masks"][row][kept], boxes[kept], strict=True)
-                masks = [encode_mask(paste(*pair, size) >= 0.5) for pair in pairs]
-            values = (x[kept] for x in (boxes, scores, classes))
-            detections[int(part["index"][row])] = ImageDetections(*values, masks)
-    return detections
+def _encode(
+    mask: Float[np.ndarray, "S S"], box: Float[np.ndarray, " 4"], size: tuple[int, int]
+) -> Mask:
+    """The mask of a detection in an image of (rows, columns)."""
+    pixels = np.zeros(size, np.uint8, order="F")
+    probabilities, place = paste(mask, box, size)
+    pixels[place] = probabilities >= 0.5
+    return encode_mask(pixels)
 
 
 def first_detections(
-    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed, count: int
+    parts: Sequence[Mapping[int, ImageDetections]], images: Images | Streamed, count: int
 ) -> list[DetectedImage]:
     """The first images of a set with their detections.
 
     Args:
-        parts: from `Detection.count`, of the set's batches.
+        parts: from `Detection.collect`, of the set's batches.
         images: the set.
         count: of images.
     """
-    first = itertools.islice(collect_detections(parts).items(), count)
+    pairs = itertools.chain.from_iterable(part.items() for part in parts)
+    first = itertools.islice(pairs, count)
     return [DetectedImage(images.pixels(k), images.truth(k), detections) for k, detections in first]

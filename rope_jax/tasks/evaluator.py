@@ -89,7 +89,8 @@ class Evaluator:
             steps: batches to stop after; None for all.
 
         Returns:
-            For each seed the trees of the task's `count`, one of each batch; and the number.
+            For each seed the trees of the task's `count`, one of each batch, or what `collect` of
+            the task makes of them; and the number.
         """
         config, mesh = self.config, self.mesh
 
@@ -102,6 +103,7 @@ class Evaluator:
         count = jax.jit(
             seeds.vmap(count, config.seeds, in_axes=(0, None)), out_shardings=replicate(mesh)
         )
+        collect = getattr(self.task, "collect", lambda part: part)
         parts: list[list[Any]] = [[] for _ in config.all_seeds]
         seen, used = 0, 0
         batch_size = -(-self.batch_size // mesh.size) * mesh.size  # the last is padded anyway
@@ -123,7 +125,7 @@ class Evaluator:
                 tree, usable = jax.device_get(count(self.weights, put_batch(batch, mesh)))
                 used += int(usable.flat[0])  # the same for every seed
                 for seed_parts, part in zip(parts, seeds.split(tree, config.seeds), strict=True):
-                    seed_parts.append(part)
+                    seed_parts.append(collect(part))
                 seen = min(seen + batch_size, len(images.labels))
                 self.poll(seen)
         return parts, used

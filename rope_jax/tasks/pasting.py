@@ -6,10 +6,13 @@ from jaxtyping import Float
 
 def paste(
     mask: Float[np.ndarray, "S S"], box: Float[np.ndarray, " 4"], size: tuple[int, int]
-) -> Float[np.ndarray, "H W"]:
+) -> tuple[Float[np.ndarray, "h w"], tuple[slice, slice]]:
     """Pastes a mask into an image: bilinear between the centres of its cells, 0 outside them.
 
-    >>> paste(np.ones((2, 2)), np.array([1.0, 0, 3, 1]), (1, 4)).tolist()
+    >>> image = np.zeros((1, 4))
+    >>> probabilities, place = paste(np.ones((2, 2)), np.array([1.0, 0, 3, 1]), image.shape)
+    >>> image[place] = probabilities
+    >>> image.tolist()
     [[0.0, 1.0, 1.0, 0.0]]
 
     Source: mmdetection, with torch's `grid_sample` (align_corners=False). There, a box without
@@ -21,19 +24,21 @@ def paste(
         size: (H, W) of the image.
 
     Returns:
-        Probabilities of the pixels, which belong to the object from 0.5 on.
+        Probabilities of the pixels around the box, which belong to the object from 0.5 on, and
+        their rows and columns; those of all others are 0.
     """
     left, top, right, bottom = box.astype(float)
 
-    def weights(count: int, low: float, high: float, cells: int) -> Float[np.ndarray, "n S"]:
+    def weights(
+        count: int, low: float, high: float, cells: int
+    ) -> tuple[Float[np.ndarray, "n S"], slice]:
         with np.errstate(divide="ignore", invalid="ignore"):
             place = (np.arange(count) + 0.5 - low) / (high - low)
         place = np.where(np.isinf(place), 0.5, place) * cells - 0.5
-        return np.clip(1 - np.abs(place[:, None] - np.arange(cells)), 0, 1)
+        near = np.flatnonzero((place > -1) & (place < cells))
+        part = slice(near[0], near[-1] + 1) if len(near) else slice(0)
+        return np.clip(1 - np.abs(place[part, None] - np.arange(cells)), 0, 1), part
 
-    rows = weights(size[0], top, bottom, mask.shape[0])
-    columns = weights(size[1], left, right, mask.shape[1])
-    pasted = np.zeros(size)
-    inside = np.ix_(rows.any(axis=1), columns.any(axis=1))
-    pasted[inside] = rows[rows.any(axis=1)] @ mask @ columns[columns.any(axis=1)].T
-    return pasted
+    rows, vertical = weights(size[0], top, bottom, mask.shape[0])
+    columns, horizontal = weights(size[1], left, right, mask.shape[1])
+    return rows @ mask @ columns.T, (vertical, horizontal)

@@ -35,7 +35,8 @@ def export(
     The program of a model that detects objects takes images of one canvas, padded with 0 at the
     bottom and on the right, and their extents, int32 [B, 2] (rows, columns); it returns a
     dictionary of `boxes` [B, N, 4], corners x1, y1, x2, y2 in pixels of the canvas, `scores` and
-    `classes` [B, N], the highest-scoring first.
+    `classes` [B, N], the highest-scoring first; and of a model with masks `masks` [B, N, 28, 28],
+    the probabilities of the cells of each box.
 
     >>> import pathlib, tempfile
     >>> import jax, jax.export, jax.numpy as jnp
@@ -72,7 +73,9 @@ def export(
     @jax.jit
     def forward(*inputs: jax.Array) -> Any:
         outputs = nnx.merge(graph, state)(*inputs)
-        return vars(outputs) if dataclasses.is_dataclass(outputs) else outputs
+        if not dataclasses.is_dataclass(outputs):
+            return outputs
+        return {name: x for name, x in vars(outputs).items() if x is not None}
 
     # With a CPU as default device, every part of the model uses its "xla" form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

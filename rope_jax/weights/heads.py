@@ -163,16 +163,16 @@ def _mask_rcnn() -> list[Row]:
     return [
         *_pointwise("pyramid.laterals.{i}", "neck.lateral_convs.{i}.conv"),
         *conv("pyramid.outputs.{i}", "neck.fpn_convs.{i}.conv"),
-        *conv("anchors.conv", "rpn_head.rpn_conv"),
-        *_pointwise("anchors.classify", "rpn_head.rpn_cls"),
-        *_pointwise("anchors.steps", "rpn_head.rpn_reg"),
-        *dense("boxes.fc1", f"{boxes}.shared_fcs.0"),
-        *dense("boxes.fc2", f"{boxes}.shared_fcs.1"),
-        *dense("boxes.classify", f"{boxes}.fc_cls"),
-        *dense("boxes.steps", f"{boxes}.fc_reg"),
-        *conv("masks.convs.{i}", f"{masks}.convs.{{i}}.conv"),
-        *dense("masks.up", f"{masks}.upsample", DECONV),
-        *_pointwise("masks.classify", f"{masks}.conv_logits"),
+        *conv("anchor_head.conv", "rpn_head.rpn_conv"),
+        *_pointwise("anchor_head.classify", "rpn_head.rpn_cls"),
+        *_pointwise("anchor_head.steps", "rpn_head.rpn_reg"),
+        *dense("box_head.fc1", f"{boxes}.shared_fcs.0"),
+        *dense("box_head.fc2", f"{boxes}.shared_fcs.1"),
+        *dense("box_head.classify", f"{boxes}.fc_cls"),
+        *dense("box_head.steps", f"{boxes}.fc_reg"),
+        *conv("mask_head.convs.{i}", f"{masks}.convs.{{i}}.conv"),
+        *dense("mask_head.up", f"{masks}.upsample", DECONV),
+        *_pointwise("mask_head.classify", f"{masks}.conv_logits"),
     ]
 
 

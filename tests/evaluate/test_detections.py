@@ -21,7 +21,6 @@ from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import TASKS
 from rope_jax.tasks.average_precision import ImageDetections
 from rope_jax.tasks.box_pictures import DetectedImage, draw_detections
-from rope_jax.tasks.detection import collect_detections
 from rope_jax.tasks.sheets import class_colours
 from rope_jax.weights import Preprocessing
 from tests.images.coco_set import write_coco
@@ -145,11 +144,11 @@ def test_boxes_are_clipped_and_empty_ones_skipped(images):
     boxes = jnp.array([[[10.0, 5, 60, 70], [100, 0, 120, 50], [20, 20, 20, 30]]])
     outputs = Detections(boxes, jnp.array([[0.9, 0.8, 0.7]]), jnp.array([[2, 0, 1]]))
     part = {name: np.asarray(x) for name, x in task.count(outputs, batch, images).items()}
-    detections = collect_detections([part])
+    detections = task.collect(part)
     assert list(detections) == [3]
     np.testing.assert_array_equal(detections[3].boxes, [[40, 10, 240, 100]])
     assert detections[3].classes.tolist() == [2]
-    assert collect_detections([part | {"mask": np.array([False])}]) == {}
+    assert task.collect(part | {"mask": np.array([False])}) == {}
 
 
 class Cells(nnx.Module):

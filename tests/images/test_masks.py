@@ -5,7 +5,7 @@ import pytest
 
 from rope_jax.data import batches, evaluation_batches, load
 from rope_jax.data.images.fits import Placing, detr_crop, place_boxes, place_masks, place_pixels
-from rope_jax.data.images.masks import decode_masks
+from rope_jax.data.images.masks import decode_masks, encode_mask, encode_outline
 from rope_jax.data.sources.scenes import draw_scene
 from tests.images.coco_set import COLOURS, annotations, write_annotations, write_coco
 from tests.images.test_boxes import CANVASES, CROP, FIT, OPTIONS
@@ -73,8 +73,9 @@ def test_shards_and_resumed_streams_have_the_same_masks(folder):
     np.testing.assert_array_equal(np.concatenate([x["masks"] for x in halves]), whole["masks"])
 
 
-def test_evaluation_has_no_masks(folder):
+def test_evaluation_has_no_masks(folder, monkeypatch):
     options = {"batch_size": 4, "canvases": CANVASES, "max_boxes": 4}
+    monkeypatch.setattr("rope_jax.data.sources.boxes.decode_masks", None)  # nor are any decoded
     for batch in evaluation_batches(open_set(folder, "test"), **options):
         assert "masks" not in batch
 
@@ -133,7 +134,14 @@ def test_scenes_have_the_visible_masks():
         {"size": [48, 64], "counts": [1, 2]},
         {"size": [48, 63], "counts": [48 * 63]},
         {"counts": [48 * 64]},
+        {"size": None, "counts": "1"},
         {"size": [48, 64], "counts": "oooo"},
+        {"size": [48, 64], "counts": ""},
+        {"size": [48, 64], "counts": "1"},
+        {"size": [48, 64], "counts": "PP3o"},
+        {"size": [48, 64], "counts": "PP3é"},
+        {"size": [48, 64], "counts": "o" * 8 + "0"},
+        {"size": [48, 64], "counts": "1OPP3"},  # 1, -1 and 48 * 64
     ],
 )
 def test_damaged_segmentations_are_refused(outline, tmp_path):
@@ -141,20 +149,35 @@ def test_damaged_segmentations_are_refused(outline, tmp_path):
     content = annotations()
     content["annotations"][0]["segmentation"] = outline
     write_annotations(folder, "train", content)
-    with pytest.raises(ValueError, match="segmentation"):
+    message = (
+        "segmentation of annotation 100 is damaged: run|damaged entry .*; segmentation is polygons"
+    )
+    with pytest.raises(ValueError, match=message):
         open_set(folder)
     load("coco", str(folder), "train", (136, 136), crop=FIT)  # which reads boxes alone
 
 
-def test_narrow_objects_are_not_trained_on(tmp_path):
+@pytest.mark.parametrize(("width", "left_out"), [(0.5, 1), (1, 0)])
+def test_objects_narrower_than_a_pixel_are_not_trained_on(width, left_out, tmp_path):
     folder = write_coco(tmp_path / "set")
     content = annotations()
-    content["annotations"][0]["bbox"][2] = 0.5
+    content["annotations"][0]["bbox"][::2] = [0.13, width]  # 0.13 + 1 - 0.13 is less than 1
     write_annotations(folder, "train", content)
-    count = open_set(folder).annotations.counts().sum()
-    boxes = load("coco", str(folder), "train", (136, 136), crop=FIT)
-    assert count == boxes.annotations.counts().sum() - 1
-    assert len(open_set(folder).example(0)["label"]) == 1
+    images, boxes = open_set(folder), load("coco", str(folder), "train", (136, 136), crop=FIT)
+    assert images.annotations.counts().sum() == boxes.annotations.counts().sum() - left_out
+    assert len(images.example(0)["label"]) == 2 - left_out
+    remarks = [remark for remark in images.source.remarks() if "left out" in remark]
+    assert len(remarks) == left_out
+    assert all("a side of less than a pixel" in remark for remark in remarks)
+
+
+def test_run_lengths_are_those_of_pycocotools():
+    rng = np.random.default_rng(0)
+    for size in ((1, 1), (5, 7), (300, 400)):
+        for threshold in (0, 0.001, 0.5, 1):
+            mask = encode_mask(rng.random(size) < threshold)
+            outline = {"size": [*size], "counts": mask["counts"].decode()}
+            assert encode_outline(outline, size) == mask["counts"]
 
 
 def test_crops_without_masks_are_refused(folder):

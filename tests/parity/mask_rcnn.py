@@ -95,12 +95,12 @@ def anchors(sizes):
 
 
 def valid(sizes, padded):
-    return np.asarray(choices.inside(jnp.asarray(anchors(sizes)), jnp.asarray(padded)))
+    return np.asarray(choices.anchors_inside(jnp.asarray(anchors(sizes)), jnp.asarray(padded)))
 
 
 def rpn_head(x, state):
     head = make_head(_within("rpn_head.", state), width=x.shape[1])
-    ((logits, steps),) = head.anchors([nhwc(x)])
+    ((logits, steps),) = head.anchor_head([nhwc(x)])
     shape = (len(x), *x.shape[2:], -1)
     return nchw(logits.reshape(shape)), nchw(steps.reshape(shape))
 
@@ -130,7 +130,7 @@ def rpn_losses(scores, deltas, boxes, objects, assigned, positives, negatives):
         rows = np.concatenate([objects[i], np.zeros((1, 4))])
         real = choices.Objects(jnp.asarray(rows), jnp.arange(len(rows)) < len(objects[i]))
         sampled = jnp.asarray(boxes)[drawn.index]
-        steps.append(choices._steps(sampled, drawn, real, choices.ANCHOR_SPREAD))
+        steps.append(choices._steps_to_objects(sampled, drawn, real, choices.ANCHOR_SPREAD))
     index, owner = (jnp.stack(x) for x in zip(*samples, strict=True))
     predictions = _predictions(
         anchors=choices.Samples(index, owner),
@@ -153,7 +153,7 @@ def _predictions(
     fill = lambda x, *shape: zeros(*shape) if x is None else jnp.asarray(x)
     labels = none if labels is None else jnp.asarray(labels)
     rows = labels.shape[1]
-    chosen = choices.Chosen(
+    sampled = choices.SampleTargets(
         choices.Samples(none, none) if anchors is None else anchors,
         fill(anchor_steps, 1, 4),
         zeros(rows, 4),
@@ -162,7 +162,7 @@ def _predictions(
         fill(mask_targets, rows, 28, 28) > 0,
     )
     return losses.TrainPredictions(
-        chosen,
+        sampled,
         fill(anchor_logits, 1),
         fill(anchor_predictions, 1, 4),
         fill(logits, rows, 8),
@@ -200,7 +200,7 @@ def box_head(x, state):
     classes, hidden = len(state["fc_cls.bias"]) - 1, len(state["shared_fcs.0.bias"])
     settings = {"width": x.shape[1], "classes": classes, "hidden": hidden}
     head = make_head(_within("roi_head.bbox_head.", state), **settings)
-    logits, steps = head.boxes(nhwc(x)[None])
+    logits, steps = head.box_head(nhwc(x)[None])
     return np.asarray(logits[0]), np.asarray(steps[0]).reshape(len(x), -1)
 
 
@@ -221,7 +221,7 @@ def box_losses(cls, reg, labels, targets):
 def mask_head(x, state):
     classes = len(state["conv_logits.bias"])
     head = make_head(_within("roi_head.mask_head.", state), width=x.shape[1], classes=classes)
-    logits = [head.masks(nhwc(x)[None], jnp.full((1, len(x)), k)) for k in range(classes)]
+    logits = [head.mask_head(nhwc(x)[None], jnp.full((1, len(x)), k)) for k in range(classes)]
     return np.stack([np.asarray(y[0]) for y in logits], axis=1)
 
 
@@ -245,8 +245,16 @@ def paste(logits, boxes, labels, original, scale):
     boxes = np.asarray(boxes, np.float64) / [scale[1], scale[0], scale[1], scale[0]]
     sigmoid = lambda x: 1 / (1 + np.exp(-x.astype(np.float64)))
     rows = zip(logits, boxes, labels, strict=True)
-    masks = [paste_mask(sigmoid(x[label]), box, tuple(original)) for x, box, label in rows]
+    masks = [paste_whole(sigmoid(x[label]), box, original) for x, box, label in rows]
     return np.array(masks).reshape(-1, *original)
+
+
+def paste_whole(mask, box, original):
+    """The probabilities of all pixels of an image."""
+    whole = np.zeros(original)
+    part, place = paste_mask(mask, box, tuple(original))
+    whole[place] = part
+    return whole
 
 
 def polygon_mask(parts, h, w):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,7 @@ from flax import nnx
 from rope_jax.models.heads.detection import Targets, scale_boxes
 from rope_jax.models.heads.mask_rcnn.choices import Example, make_anchors
 from rope_jax.models.heads.mask_rcnn.losses import region_losses
-from rope_jax.models.heads.mask_rcnn.regions import align
-from rope_jax.tasks.pasting import paste
+from rope_jax.models.heads.mask_rcnn.regions import align, cut_masks
 from rope_jax.weights import export_state_dict
 from tests.parity import mask_rcnn as parts
 from tests.parity.mask_rcnn import DATA, golden, nhwc, noise
@@ -30,12 +30,15 @@ def unpack(bits, width):
     return np.unpackbits(bits, axis=-1, count=width).astype(bool)
 
 
+def without_prefix(state, prefix):
+    return {name.removeprefix(prefix): x for name, x in state.items()}
+
+
 def test_pyramid():
     case, state, arrays = golden("fpn")
     pairs = enumerate(zip(case["channels"], case["maps"], strict=True))
     maps = [noise((1, c, *size), case["seed"] + i) for i, (c, size) in pairs]
-    state = {name.removeprefix("neck."): x for name, x in state.items()}
-    for i, x in enumerate(parts.fpn(maps, state)):
+    for i, x in enumerate(parts.fpn(maps, without_prefix(state, "neck."))):
         assert_near(x[:, :: case["stored_every"]], arrays[f"map{i}"])
 
 
@@ -45,6 +48,83 @@ def test_anchors():
     assert_near(parts.anchors(case["maps"]), expected)
     for i, padded in enumerate(case["padded"]):
         np.testing.assert_array_equal(parts.valid(case["maps"], padded), arrays[f"valid{i}"])
+
+
+def test_anchor_head():
+    case, state, arrays = golden("rpn_head")
+    x = noise((2, case["width"], *case["map"]), case["seed"])
+    outputs = parts.rpn_head(x, without_prefix(state, "rpn_head."))
+    for actual, name in zip(outputs, ("cls", "reg"), strict=True):
+        assert_near(actual[:, :, ::3], arrays[name])
+
+
+def test_anchors_are_assigned_and_become_losses_and_proposals():
+    case, _, arrays = golden("rpn")
+    anchors, counts = parts.anchors(case["maps"]), [3 * h * w for h, w in case["maps"]]
+    images = range(len(case["extents"]))
+    shape = (len(images), len(anchors))
+    order = np.random.default_rng(case["seed"] + 1).permutation(math.prod(shape))
+    logits = (8 * order / order.size - 4).reshape(shape).astype(np.float32).astype(float)
+    steps = noise((*shape, 4), case["seed"] + 2).astype(np.float32) * np.float32(0.3)
+    steps[:, ::97, 2:] *= 12  # some beyond the limit
+    steps = steps.astype(float)
+    objects, positives, negatives = (
+        [arrays[f"{kind}{i}"] for i in images] for kind in ("objects", "positives", "negatives")
+    )
+    assigned = []
+    for i in images:
+        valid = parts.valid(case["maps"], case["padded"][i])
+        assigned.append(np.full(len(anchors), -2))
+        assigned[i][valid] = parts.assign(anchors[valid], objects[i], 0.7, 0.3, 0.3)
+        np.testing.assert_array_equal(assigned[i], arrays[f"assigned{i}"])
+        for kind in ("train", "test"):
+            numbers = (case[kind]["pre"], case[kind]["post"])
+            proposals = parts.proposals(
+                logits[i], steps[i], anchors, counts, case["extents"][i], *numbers
+            )
+            for actual, name in zip(proposals, ("boxes", "scores"), strict=True):
+                assert_near(actual, arrays[f"{kind}_{name}{i}"])
+    losses = parts.rpn_losses(logits, steps, anchors, objects, assigned, positives, negatives)
+    for actual, name in zip(losses, ("loss_rpn_cls", "loss_rpn_bbox"), strict=True):
+        assert_near(actual, arrays[name])
+
+
+def test_box_head_and_its_losses():
+    case, state, arrays = golden("box_head")
+    targets = []
+    for i in range(len(case["extents"])):
+        objects, proposals = arrays[f"objects{i}"], arrays[f"proposals{i}"]
+        owners = parts.assign(proposals, objects, 0.5, 0.5, 0.5)
+        np.testing.assert_array_equal(owners, arrays[f"assigned{i}"])
+        owners = np.concatenate([np.arange(len(objects)) + 1, owners])
+        positives, negatives = arrays[f"positives{i}"], arrays[f"negatives{i}"]
+        assert (owners[positives] > 0).all()
+        assert (owners[negatives] == 0).all()
+        boxes = np.concatenate([objects, proposals])[positives]
+        spread = np.array([0.1, 0.1, 0.2, 0.2])
+        targets.append(parts.encode(boxes, objects[owners[positives] - 1], spread))
+        targets.append(np.zeros((len(negatives), 4)))
+    targets, labels = np.concatenate(targets), arrays["target_labels"]
+    assert_near(targets, arrays["targets"])
+    features = noise((len(labels), case["width"], 7, 7), case["seed"] + 1)
+    outputs = parts.box_head(features, without_prefix(state, "roi_head.bbox_head."))
+    for actual, name in zip(outputs, ("cls", "reg"), strict=True):
+        assert_near(actual, arrays[name])
+    losses = parts.box_losses(*outputs, labels, targets)
+    for actual, name in zip(losses, ("loss_cls", "loss_bbox"), strict=True):
+        assert_near(actual, arrays[name])
+
+
+def test_mask_head_its_targets_and_its_loss():
+    case, state, arrays = golden("mask_head")
+    features = noise((case["positives"], case["width"], 14, 14), case["seed"] + 1)
+    logits = parts.mask_head(features, without_prefix(state, "roi_head.mask_head."))
+    assert_near(logits[::5, :, ::6, ::6], arrays["logits"])
+    cut = cut_masks(*(jnp.asarray(arrays[name]) for name in ("masks", "owner", "positives")))
+    targets, unsure = (unpack(arrays[name], 28) for name in ("targets", "near_half"))
+    np.testing.assert_array_equal(np.asarray(cut)[~unsure], targets[~unsure])
+    labels = arrays["labels"][arrays["owner"]]
+    assert_near(parts.mask_loss(logits, targets, labels), arrays["loss_mask"])
 
 
 def test_regions_of_any_shape_and_their_gradients():
@@ -123,17 +203,19 @@ def test_losses_and_gradients_for_the_official_samples(detector):
     def total(params, maps):
         head = nnx.merge(graph, params)
         pyramid = head.pyramid(maps)
-        levels = head.anchors(pyramid)
+        levels = head.anchor_head(pyramid)
         sizes = [x.shape[1:3] for x in pyramid]
         anchors = [jnp.asarray(x) for x in make_anchors(sizes, parts.STRIDE)]
         extents = jnp.asarray(case["extents"])
-        proposals, scores = head.propose(levels, anchors, extents, train=True)
+        proposals, scores = head.propose(levels, anchors, extents, case["train"]["pre"])
         count = sum(map(len, anchors))
         example = make_example(case, arrays, count, proposals, scores)
         regions = functools.partial(align, pyramid[:-1], stride=parts.STRIDE)
-        predictions = head.compare(regions, levels, example, jnp.concatenate(anchors), parts.STRIDE)
+        predictions = head.predict_samples(
+            regions, levels, example, jnp.concatenate(anchors), parts.STRIDE
+        )
         loss, accuracy = head.loss(predictions, {})
-        return loss, (region_losses(predictions), accuracy, proposals, predictions.chosen)
+        return loss, (region_losses(predictions), accuracy, proposals, predictions.targets)
 
     (loss, (values, accuracy, proposals, chosen)), gradients = total(
         params, [nhwc(x) for x in maps]
@@ -169,7 +251,7 @@ def test_detections(detector):
         assert_near(found.scores[i], arrays[f"scores{i}"])
         np.testing.assert_array_equal(found.classes[i], arrays[f"classes{i}"])
         rows = zip(np.asarray(found.masks[i]), boxes, strict=True)
-        pasted = np.array([paste(mask, box, tuple(original)) for mask, box in rows])
+        pasted = np.array([parts.paste_whole(mask, box, original) for mask, box in rows])
         expected = unpack(arrays[f"detected_masks{i}"], original[1])
         np.testing.assert_array_equal((pasted >= 0.5)[sure(pasted)], expected[sure(pasted)])
 

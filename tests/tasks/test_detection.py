@@ -54,13 +54,13 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
 @pytest.mark.parametrize(
     ("images", "changes", "message"),
     [
-        (MAPS, {}, "head=dino needs classes of boxes, but .* has classes of pixels"),
+        (MAPS, {}, "head=dino needs boxes with classes, but .* has classes of pixels"),
         (
             BOXES,
             {"model": {"head": "mask_rcnn"}},
-            "mask_rcnn needs classes of masks, but .* has classes of boxes",
+            "mask_rcnn needs boxes with classes and masks, but .* has boxes with classes",
         ),
-        (BOXES, {"model": {"num_classes": 7}}, "num_classes=7, but some has 10 classes of boxes"),
+        (BOXES, {"model": {"num_classes": 7}}, "num_classes=7, but some has 10 classes: use 10"),
         (BOXES, {"mix": {"cutmix": 1.0}}, "mix.cutmix=1.0 is for classes of whole images"),
         (BOXES, {"loss": "binary"}, "loss=binary is for classes of whole images"),
         (BOXES, {"data": {"augment": "erase(p=0.5)"}}, "erase changes images, but not their boxes"),

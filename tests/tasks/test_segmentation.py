@@ -97,8 +97,8 @@ def test_padding_is_zero_after_normalisation():
 @pytest.mark.parametrize(
     ("classes", "changes", "message"),
     [
-        (12, {}, "num_classes=12, but mine has 11 classes of pixels: use 11"),
-        (10, {}, "num_classes=10, but mine has 11 classes of pixels: use 11"),
+        (12, {}, "num_classes=12, but mine has 11 classes: use 11"),
+        (10, {}, "num_classes=10, but mine has 11 classes: use 11"),
         (
             11,
             {"accumulate": 2, "loss_pixels": "valid"},

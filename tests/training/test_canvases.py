@@ -47,8 +47,8 @@ def assert_refused(folder, message, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model__head": None}, "classes of boxes, but vit_digits without a head .*model.head"),
-        ({"model__head": "linear"}, "head=linear needs classes of pixels, but .*coco has .* boxes"),
+        ({"model__head": None}, "boxes with classes, but vit_digits without a head .*model.head"),
+        ({"model__head": "linear"}, "head=linear needs classes of pixels, but .*coco has boxes"),
         ({"model__head": "unknown"}, "head 'unknown'.*--config.model.head"),
         ({"data__max_boxes": 1}, r"has 2 objects .* 2 or more \[--config.data.max_boxes\]"),
         ({"data__canvases": ((40, 64),)}, r"64x64 .* but .* 40x64: .*\[--config.data.canvases\]"),

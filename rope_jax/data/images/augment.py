@@ -28,8 +28,8 @@ class Entry:
         stage: when it runs.
         function: with the signature of its stage; keyword-only arguments are its options.
         on_device: the equivalent within the step, for data sets on the device.
-        moves: True if it only moves pixels and keeps the size of images, so that a map of labels
-            can be moved like an image.
+        moves: True if it only moves pixels and keeps the size of images, of any number of channels,
+            so that a map of labels can be moved like an image.
         joint: labels that a crop changes together with images, "pixels" or "boxes"; the result may
             then be smaller than the size. None for a crop of images alone.
         random: False for a joint crop without random numbers, which is not only for training.
@@ -91,9 +91,8 @@ class Augmentation:
         return dict(self.options).get(name, parameter and parameter.default)
 
     def move_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
-        """Moves labels of pixels [..., H, W] by `function`, in the same way as grey images."""
-        grey = labels[..., None].repeat(3, axis=-1)
-        return function(grey, draws)[..., 0]
+        """Moves labels of pixels [..., H, W] by `function`, as images of one channel."""
+        return function(labels[..., None], draws)[..., 0]
 
     def move_boxes(self, boxes: Any, width: int, draws: Any) -> Any:
         """Moves the boxes [B, n, 4] of images of this width together with the images."""

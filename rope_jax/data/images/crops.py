@@ -283,20 +283,20 @@ def pad_and_crop(
 
 
 def flip(
-    images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"], *, p: Probability = 0.5
-) -> UInt8[np.ndarray, "B H W 3"]:
+    images: UInt8[np.ndarray, "B H W C"], draws: UInt64[np.ndarray, " B"], *, p: Probability = 0.5
+) -> UInt8[np.ndarray, "B H W C"]:
     """Mirrors each image left to right with probability `p`.
 
     Args:
-        images: uint8 [B, H, W, 3].
+        images: uint8 [B, H, W, C].
         draws: uint64 [B], uniform.
         p: probability, 0 to 1.
 
     Returns:
-        uint8 [B, H, W, 3].
+        uint8 [B, H, W, C].
     """
     mirrored, out = mirror_mask(draws, p), images.copy()
-    pixels = out.view("V3")  # three bytes are moved at a time
+    pixels = out.view(f"V{images.shape[-1]}")  # the bytes of a pixel are moved together
     pixels[mirrored] = pixels[mirrored, :, ::-1]
     return out
 

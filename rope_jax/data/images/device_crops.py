@@ -120,8 +120,8 @@ def pad_and_crop(
 
 
 def flip(
-    image: UInt8[Array, "H W 3"], draw: UInt32[Array, "2"], *, p: float = 0.5
-) -> UInt8[Array, "H W 3"]:
+    image: UInt8[Array, "H W C"], draw: UInt32[Array, "2"], *, p: float = 0.5
+) -> UInt8[Array, "H W C"]:
     """`rope_jax.data.images.crops.flip`: the upper 53 bits of the draw are below p * 2**53."""
     limit = math.ceil(p * 2**53)
     high, low = draw[0] >> 11, (draw[0] << 21) | (draw[1] >> 11)

@@ -3,6 +3,7 @@
 A mask is {"size": [rows, columns], "counts": bytes}, as pycocotools has it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,27 +24,40 @@ def encode_outline(outline: Any, size: tuple[int, int]) -> bytes:
         size: rows and columns of the image.
 
     Raises:
-        ValueError: run lengths of another size.
+        ValueError: damaged run lengths, or those of another size.
     """
     from pycocotools import mask
 
     if not isinstance(outline, dict):
         return mask.merge(mask.frPyObjects(outline, *size))["counts"]
     counts = outline["counts"]
-    fits = list(outline["size"]) == [*size]
-    if isinstance(counts, str):
-        encoded = {"size": [*size], "counts": counts.encode()}
-    else:
-        fits = fits and sum(counts) == size[0] * size[1]
-        encoded = mask.frPyObjects({"size": [*size], "counts": counts}, *size)
-    if not fits:
+    runs = _read_runs(counts) if isinstance(counts, str) else counts
+    fits = outline.get("size") == [*size] and sum(runs) == size[0] * size[1]
+    if not fits or min(runs) < 0:  # which pycocotools would not notice
         raise ValueError(f"run lengths are not those of an image of {size[0]}x{size[1]} pixels")
-    mask.decode(encoded)  # raises an error for damaged text
-    return encoded["counts"]
+    return mask.frPyObjects({"size": [*size], "counts": runs}, *size)["counts"]
 
 
-def encode_mask(mask: Bool[np.ndarray, "h w"]) -> Mask:
-    """A mask of the given pixels."""
+def _read_runs(text: str) -> list[int]:
+    """The run lengths of compressed text; none if it is damaged.
+
+    >>> _read_runs("52203")
+    [5, 2, 2, 2, 5]
+
+    A number is groups of 5 bits, the lowest first, each + 48 as a character, which has bit 5 set
+    unless it is the last; from the fourth number on, it is the difference to the last but one.
+    """
+    numbers, runs = re.findall("[P-o]{0,6}[0-O]", text), []
+    for number in numbers:
+        groups = [ord(character) - 48 & 31 for character in number]
+        value = sum(group << 5 * place for place, group in enumerate(groups))
+        value -= (groups[-1] & 16) << 5 * len(groups) - 4  # the sign
+        runs.append(value + runs[-2] if len(runs) > 2 else value)
+    return runs if "".join(numbers) == text else []
+
+
+def encode_mask(mask: Bool[np.ndarray, "h w"] | UInt8[np.ndarray, "h w"]) -> Mask:
+    """A mask of the given pixels, 1 inside; uint8 by columns is not copied."""
     from pycocotools import mask as masks
 
     return masks.encode(np.asfortranarray(mask, np.uint8))

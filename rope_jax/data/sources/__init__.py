@@ -82,8 +82,8 @@ def load(
 
     - `"digits"`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, values 0 to 16 spread
       over 0 to 255. Every fifth image (0, 5, 10, ...) belongs to the test split, of 360 images.
-    - `"scenes"`: digits on coloured grounds with a class for every pixel, or with boxes, drawn at
-      `image_size`, see `rope_jax.data.sources.scenes`.
+    - `"scenes"`: digits on coloured grounds with a class for every pixel, or with boxes, perhaps
+      with masks, drawn at `image_size`, see `rope_jax.data.sources.scenes`.
     - `"npz"`: a file with the arrays `train_images` and `train_labels`, `test_images` and
       `test_labels`, or one of the pairs; images uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3],
       labels integers [n].
@@ -101,8 +101,9 @@ def load(
     - `"masks"`: images and the classes of their pixels, path/train/NAME.jpg with NAME.png next to
       it, likewise path/test/ (or path/val/), and the names of the classes in path/classes.txt.
     - `"ade20k"`: the official folder ADEChallengeData2016, with 150 classes of pixels.
-    - `"coco"`: images with boxes, path/train2017/ and path/val2017/, and the official files
-      path/annotations/instances_train2017.json and instances_val2017.json, or others of this form.
+    - `"coco"`: images with boxes, perhaps with masks, path/train2017/ and path/val2017/, and the
+      official files path/annotations/instances_train2017.json and instances_val2017.json, or others
+      of this form.
 
     >>> images = load("digits", split="test", image_size=(16, 12))
     >>> images.images.shape, images.classes

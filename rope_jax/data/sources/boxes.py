@@ -23,7 +23,7 @@ from rope_jax.data.images.masks import Mask, decode_masks
 from rope_jax.data.sources.index import Streamed
 from rope_jax.data.sources.memory import Images
 
-_OUTSIDE = 1e-6  # pixels that a box may reach beyond its image by rounding
+_OUTSIDE = 1e-6  # pixels by which rounding may move the sides of a box
 
 
 class Truth(NamedTuple):
@@ -61,6 +61,7 @@ class Annotations:
     crowd: Bool[np.ndarray, " m"]
     area: Float64[np.ndarray, " m"]
     labels_of: ClassVar[str] = "boxes"
+    unusable: ClassVar[str] = "have no area inside their image"
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
@@ -106,7 +107,7 @@ class Annotations:
 
     @functools.cached_property
     def empty(self) -> Bool[np.ndarray, " m"]:
-        """Mask of the boxes that have no area inside their image."""
+        """Mask of the boxes that are not trained on: those that are `unusable`."""
         limits = np.tile(self.sizes[self.images, ::-1], 2)
         _, kept = clip_boxes(np.clip(self.boxes, 0, limits), (2**31, 2**31))
         return ~kept
@@ -117,13 +118,13 @@ class Annotations:
         return np.bincount(self.images[trained], minlength=len(self.ends))
 
     def remarks(self) -> list[str]:
-        """Notes on boxes that reach beyond their images or have no area, and their treatment."""
+        """Notes on boxes that reach beyond their images or are unusable, and their treatment."""
         empty, beyond = int(self.empty.sum()), int((self.outside & ~self.empty).sum())
         notes = []
         if beyond:
             notes.append(f"{beyond} of {len(self.boxes)} boxes reach beyond their image: clipped")
         if empty:
-            notes.append(f"{empty} of {len(self.boxes)} boxes have no area inside their image: ")
+            notes.append(f"{empty} of {len(self.boxes)} boxes {self.unusable}: ")
             notes[-1] += "left out of training"
         return notes
 
@@ -142,10 +143,13 @@ class MaskAnnotations(Annotations):
     codes: UInt8[np.ndarray, " b"]
     code_ends: Int64[np.ndarray, " m"]
     labels_of: ClassVar[str] = "masks"
+    unusable: ClassVar[str] = (
+        "have no area inside their image, a side of less than a pixel, or an object without area"
+    )
 
     @functools.cached_property
     def empty(self) -> Bool[np.ndarray, " m"]:
-        narrow = (self.boxes[:, 2:] - self.boxes[:, :2] < 1).any(axis=1)
+        narrow = (self.boxes[:, 2:] - self.boxes[:, :2] < 1 - _OUTSIDE).any(axis=1)
         return super().empty | narrow | (self.area <= 0)
 
     def truth(self, example: int) -> Truth:
@@ -200,7 +204,12 @@ class Boxed:
         return self.annotations.truth(example)
 
     def example(
-        self, example: int, crop: Augmentation | None = None, draw: int = 0
+        self,
+        example: int,
+        crop: Augmentation | None = None,
+        draw: int = 0,
+        *,
+        with_masks: bool = True,
     ) -> dict[str, np.ndarray]:
         """An image and the objects to train on: without crowds and objects with no area left.
 
@@ -208,11 +217,12 @@ class Boxed:
             example: number of the image.
             crop: a crop for boxes; None for the set's own.
             draw: 64 random bits.
+            with_masks: whether to decode masks, if they are known.
 
         Returns:
             `image` uint8 [h, w, 3], of any size; `boxes` float32 [n, 4], x1 y1 x2 y2 in its pixels;
-            `label` int32 [n]; `original` int32 [2], rows and columns of the stored image; and, if
-            masks are known, `masks` uint8 [n, h, w], 1 for the pixels of each object.
+            `label` int32 [n]; `original` int32 [2], rows and columns of the stored image; and
+            `masks` uint8 [n, h, w], 1 for the pixels of each object, if they are decoded.
 
         Raises:
             BadImages: the image cannot be used; the message names it.
@@ -229,7 +239,7 @@ class Boxed:
             "label": truth.labels[chosen],
             "original": np.array(size, np.int32),
         }
-        if truth.masks is not None:
+        if with_masks and truth.masks is not None:
             masks = decode_masks([truth.masks[k] for k in chosen], size)
             row["masks"] = place_masks(masks, placing)
         return row
@@ -286,11 +296,9 @@ class StreamedBoxes(Boxed, Streamed):
         self.annotations.check_size(example, image.shape[:2])
         return image
 
-    def example(
-        self, example: int, crop: Augmentation | None = None, draw: int = 0
-    ) -> dict[str, Any]:
+    def example(self, example: int, *arguments: Any, **options: Any) -> dict[str, Any]:
         with self.naming(example):
-            return super().example(example, crop, draw)
+            return super().example(example, *arguments, **options)
 
 
 def check_boxes(images: Images | Streamed, max_boxes: int) -> None:

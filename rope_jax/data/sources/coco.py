@@ -151,10 +151,9 @@ def _compact(entry: dict[str, Any], *, with_masks: bool) -> Any:
         fits = _is_object(record) if kind is _Object else _is_image(record)
         if with_masks and kind is _Object:
             fits = fits and _is_outline(outline)
-            compact = (
-                outline if isinstance(outline, dict) else [np.array(x, float) for x in outline]
-            )
-            record = record._replace(segmentation=compact)
+            if fits and not isinstance(outline, dict):
+                outline = [np.array(polygon, float) for polygon in outline]
+            record = record._replace(segmentation=outline)
     except TypeError:  # a field is missing, or is of another type
         fits = False
     if not fits:
@@ -273,7 +272,7 @@ def _encode(entry: _Object, image: _Image) -> bytes:
     """The run lengths of an object's mask."""
     try:
         return encode_outline(entry.segmentation, (image.height, image.width))
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"the segmentation of annotation {entry.id} is damaged: {error}"
         ) from error

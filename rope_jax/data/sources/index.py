@@ -44,7 +44,7 @@ class Source(abc.ABC):
         index: the folder with the index.
         competing: indices of the logits among which the labels count, or None for all.
         note: the scoring rule, for the protocol of an evaluation.
-        labels_of: the kind of labels: "images", "pixels" or "boxes".
+        labels_of: the kind of labels: "images", "pixels", "boxes" or "masks".
     """
 
     competing: tuple[int, ...] | None = None

@@ -48,7 +48,7 @@ class Images:
     split: str
     classes: int
     in_memory: ClassVar[bool] = True
-    labels_of: ClassVar[str] = "images"  # or "pixels", "boxes"
+    labels_of: ClassVar[str] = "images"  # or "pixels", "boxes", "masks"
     one_size: ClassVar[bool] = True  # all examples have the same size
     class_names: ClassVar[None] = None
     competing: ClassVar[None] = None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 EPSILON = 1e-6
-"""Of areas in a division: the least one, or, in `generalised_iou`, added to them."""
+"""Smallest divisor of an area; `generalised_iou` adds it instead."""
 _LARGEST_STEP = math.log(1000 / 16)  # of the logarithm of a side
 
 

@@ -63,8 +63,8 @@ class Head(nnx.Module):
             as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
-        divisible: whether the loss of a batch is the mean of the losses of its equal parts, for
-            `accumulate`.
+        divisible: False where a part of a batch cannot be computed by itself, as its loss needs a
+            count of the whole batch: `accumulate` is refused.
         check_maps: (sizes of the maps, image_size) -> None, which raises ValueError for maps that
             are too small; None for heads that take any.
         options: of this head.

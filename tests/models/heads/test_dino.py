@@ -358,5 +358,7 @@ def test_an_exported_program_takes_padded_images(model, tmp_path):
     outputs = rope_jax.load_exported(tmp_path / "dino.bin").call(batch["image"], batch["extent"])
     graph, state = nnx.split(model)
     run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
-    for name, expected in vars(run(state, batch["image"], batch["extent"])).items():
-        np.testing.assert_allclose(outputs[name], expected, atol=1e-4)
+    expected = run(state, batch["image"], batch["extent"])
+    assert set(outputs) == {"boxes", "scores", "classes"}
+    for name, values in outputs.items():
+        np.testing.assert_allclose(values, getattr(expected, name), atol=1e-4)

@@ -45,8 +45,9 @@ def precision(model, images, batch, config):
         state, prepared["image"], prepared["extent"]
     )
     truth = batch | {"original": batch["extent"], "mask": jnp.ones(SCENES, bool)}
-    part = jax.tree.map(np.asarray, TASKS["detection"].count(detections, truth, images))
-    return TASKS["detection"].scores([part], images)
+    task = TASKS["detection"]
+    part = jax.tree.map(np.asarray, task.count(detections, truth, images))
+    return task.scores([task.collect(part)], images)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads.boxes import iou, suppress
-from rope_jax.models.heads.mask_rcnn.choices import Objects, assign, sample
+from rope_jax.models.heads.detection import Targets
+from rope_jax.models.heads.mask_rcnn.choices import Objects, assign, detect, sample
 from rope_jax.tasks import TASKS
 from tests.models.heads.test_boxes import some_boxes
 from tests.models.small import fill
@@ -92,6 +93,18 @@ def test_samples_are_drawn_without_replacement(objects, background):
     np.testing.assert_array_equal(owners[index], np.asarray(drawn.owner)[positive | negative])
 
 
+def test_rows_without_a_detection_are_zero():
+    """Of three proposals and four classes, one pair scores high enough."""
+    probabilities = jnp.full((3, 4), 0.04).at[1, 2].set(0.9)
+    proposals = jnp.array([[0.0, 0, 9, 9], [2, 2, 8, 6], [4, 4, 9, 9]])
+    boxes, scores, classes = detect(
+        proposals, probabilities, jnp.zeros((3, 4, 4)), jnp.full(4, 9.0), 5
+    )
+    np.testing.assert_allclose(boxes, [[2, 2, 8, 6]] + [[0] * 4] * 4, atol=1e-6)
+    np.testing.assert_allclose(scores, [0.9, 0, 0, 0, 0])
+    assert classes.tolist() == [2, 0, 0, 0, 0]
+
+
 @pytest.fixture(scope="module")
 def model():
     make = functools.partial(rope_jax.create_model, "swin_t", head=HEAD, num_classes=CLASSES)
@@ -131,7 +144,7 @@ def test_losses_are_finite_and_reach_every_parameter(model):
     assert 0 <= float(accuracy) <= 1
     for path, gradient in nnx.to_flat_state(gradients):
         assert np.isfinite(gradient[...]).all(), path
-        if path[:2] in [("head", part) for part in ("anchors", "boxes", "masks")]:
+        if path[:2] in [("head", part) for part in ("anchor_head", "box_head", "mask_head")]:
             assert np.abs(gradient[...]).max() > 0, path
 
 
@@ -149,3 +162,27 @@ def test_detections_are_padded_and_inside_images(model):
         assert not np.any(np.asarray(boxes)[np.asarray(scores) == 0])
         assert (boxes >= 0).all()
         assert (boxes <= jnp.array([width, height, width, height])).all()
+
+
+def test_an_exported_program_takes_any_number_of_images(model, tmp_path):
+    rope_jax.export(model, tmp_path / "model.bin", resolution=64, platforms=("cpu",))
+    program = rope_jax.load_exported(tmp_path / "model.bin")
+    shapes = jax.tree.unflatten(program.out_tree, [x.shape for x in program.out_avals])
+    batch = program.in_avals[-1].shape[0]
+    assert not isinstance(batch, int)
+    assert shapes["boxes"] == (batch, 7, 4)
+    assert shapes["masks"] == (batch, 7, 28, 28)
+
+
+def test_unsuitable_maps_and_targets_are_refused(model):
+    sizes = [(16, 16), (8, 8), (4, 4), (2, 2)]
+    model.head.check_maps(sizes, (64, 64))
+    for image_size in ((56, 56), (8, 8), (64, 60)):  # of strides of 3.5, 1/2, 4 and 3.75
+        with pytest.raises(ValueError, match=f"{'x'.join(map(str, image_size))} pixels .* 16x16"):
+            model.head.check_maps(sizes, image_size)
+    boxes, labels, masks = jnp.zeros((2, 4, 4)), jnp.zeros((2, 4), int), some_batch()["masks"]
+    maps = [jnp.zeros((2, *size, 8)) for size in sizes]
+    without_masks, complete = Targets(boxes, labels), Targets(boxes, labels, masks)
+    for targets, key in ((without_masks, jax.random.key(0)), (complete, None)):
+        with pytest.raises(ValueError, match=r"need masks, and a key: .*Targets\(boxes, labels, m"):
+            model.head(maps, image_size=(64, 64), targets=targets, key=key)

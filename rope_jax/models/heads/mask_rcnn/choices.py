@@ -50,7 +50,7 @@ def make_anchors(sizes: Sequence[Grid], stride: int) -> list[Float[np.ndarray, "
     return anchors
 
 
-def inside(anchors: Float[Array, "A 4"], size: Int[Array, " 2"]) -> Bool[Array, " A"]:
+def anchors_inside(anchors: Float[Array, "A 4"], size: Int[Array, " 2"]) -> Bool[Array, " A"]:
     """Mask of the anchors of cells that begin inside a padded image of (rows, columns)."""
     return (jnp.round(to_centres(anchors)[:, 1::-1]) < size).all(axis=-1)
 
@@ -158,7 +158,7 @@ def propose(
     return jnp.concatenate(boxes)[best], scores
 
 
-class Chosen(NamedTuple):
+class SampleTargets(NamedTuple):
     """The samples of an image, and what the head should predict for them.
 
     Attributes:
@@ -201,7 +201,7 @@ def choose(
     stride: int,
     options: MaskRcnnOptions,
     classes: int,
-) -> Chosen:
+) -> SampleTargets:
     """Samples anchors and boxes of an image, and finds their targets.
 
     Args:
@@ -215,7 +215,7 @@ def choose(
     real = targets.real
     objects = Objects(to_corners(targets.boxes) * sides(extent)[0], real)
     coarse = 8 * stride  # to cells of which images are padded; padding beyond is that of the batch
-    valid = inside(anchors, -(-extent // coarse) * coarse)
+    valid = anchors_inside(anchors, -(-extent // coarse) * coarse)
     owners = assign(objects, anchors, valid, low=0.3, high=0.7)
     number = options.anchor_samples
     chosen_anchors = sample(owners, draws[0], number, number // 2)
@@ -226,17 +226,17 @@ def choose(
     boxes = jnp.concatenate([objects.boxes, proposals])[samples.index]
     positive, row = samples.owner > 0, samples.owner - 1
     labels = jnp.where(positive, targets.labels[row], jnp.where(samples.owner == 0, classes, -1))
-    return Chosen(
+    return SampleTargets(
         chosen_anchors,
-        _steps(anchors[chosen_anchors.index], chosen_anchors, objects, ANCHOR_SPREAD),
+        _steps_to_objects(anchors[chosen_anchors.index], chosen_anchors, objects, ANCHOR_SPREAD),
         boxes,
         labels,
-        _steps(boxes, samples, objects, BOX_SPREAD),
+        _steps_to_objects(boxes, samples, objects, BOX_SPREAD),
         cut_masks(targets.masks, row[:masks], boxes[:masks]),
     )
 
 
-def _steps(
+def _steps_to_objects(
     boxes: Float[Array, "S 4"], samples: Samples, objects: Objects, spread: Sequence[float]
 ) -> Float[Array, "S 4"]:
     """The steps from samples to their objects; 0 for those without an object."""
@@ -274,4 +274,5 @@ def detect(
     scores = jax.lax.map(suppress_class, (probabilities.T, boxes.swapaxes(0, 1))).T
     scores, best = jax.lax.top_k(scores.reshape(-1), min(number, scores.size))
     boxes = jnp.where(scores[:, None] > 0, boxes.reshape(-1, 4)[best], 0)
-    return boxes, scores, (best % probabilities.shape[1]).astype(jnp.int32)
+    classes = jnp.where(scores > 0, best % probabilities.shape[1], 0)
+    return boxes, scores, classes.astype(jnp.int32)

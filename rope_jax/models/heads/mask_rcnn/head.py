@@ -15,7 +15,14 @@ from jaxtyping import Array, Float, Int
 from rope_jax.models.heads.detection import Detections, Targets, extents, sides
 from rope_jax.models.heads.head import Head, Maps, register_head
 from rope_jax.models.heads.maps import repeat_cells
-from rope_jax.models.heads.mask_rcnn.choices import Example, choose, detect, make_anchors, propose
+from rope_jax.models.heads.mask_rcnn.choices import (
+    RATIOS,
+    Example,
+    choose,
+    detect,
+    make_anchors,
+    propose,
+)
 from rope_jax.models.heads.mask_rcnn.losses import TrainPredictions, region_losses
 from rope_jax.models.heads.mask_rcnn.options import MaskRcnnOptions
 from rope_jax.models.heads.mask_rcnn.regions import align
@@ -25,7 +32,6 @@ from rope_jax.positions.initializers import conv_init, glorot_init, normal_init
 from rope_jax.system.sharding import over_batch
 
 _BINS, _MASK_BINS = 7, 14  # rows and columns of the features of boxes and of masks
-_RATIOS = 3  # anchors of a cell
 
 Levels = list[tuple[Float[Array, "B _A"], Float[Array, "B _A 4"]]]
 
@@ -54,7 +60,7 @@ class AnchorHead(nnx.Module):
         init = normal_init(0.01)
         self.conv = _conv(width, init, rngs=rngs, dtypes=dtypes)
         self.classify, self.steps = (
-            Linear(width, count * _RATIOS, kernel_init=init, rngs=rngs, **dtypes)
+            Linear(width, count * len(RATIOS), kernel_init=init, rngs=rngs, **dtypes)
             for count in (1, 4)
         )
 
@@ -63,7 +69,7 @@ class AnchorHead(nnx.Module):
         for x in maps:
             hidden = jax.nn.relu(self.conv(x))
             logits, steps = _widen(self.classify(hidden)), _widen(self.steps(hidden))
-            levels.append((logits.reshape(len(x), -1), steps.reshape(len(x), -1, 4)))
+            levels.append((logits.reshape(x.shape[0], -1), steps.reshape(x.shape[0], -1, 4)))
         return levels
 
 
@@ -126,15 +132,18 @@ class MaskRcnn(Head):
     """Boxes with classes and masks.
 
     Anchors of all maps propose boxes, whose features decide on their class, refine them, and draw
-    the mask of the object inside. In training it takes the objects, too, of which samples are
-    chosen: `Targets`.
+    the mask of the object inside. In training it also takes the objects (`Targets`), from which it
+    samples boxes for the losses.
 
     >>> from rope_jax import create_model
     >>> head = "mask_rcnn(width=8,hidden=8,proposals=4,detections=3)"
-    >>> model = create_model("vit_digits", head=head, num_classes=2, width=32, heads=1, depth=4)
-    >>> detections = model(jnp.zeros((1, 16, 16, 3)))
+    >>> options = {"patch_size": 8, "width": 32, "heads": 1, "depth": 4}
+    >>> model = create_model("vit_digits", head=head, num_classes=2, **options)
+    >>> detections = model(jnp.ones((1, 24, 32, 3)))
     >>> detections.boxes.shape, detections.masks.shape
     ((1, 3, 4), (1, 3, 28, 28))
+    >>> bool((detections.boxes <= jnp.array([32, 24, 32, 24])).all())
+    True
     """
 
     task: ClassVar[str] = "instances"
@@ -154,9 +163,9 @@ class MaskRcnn(Head):
         self.options, self.out_features = options, num_classes
         settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
         self.pyramid = FeatureMaps(channels, width, **settings)
-        self.anchors = AnchorHead(width, **settings)
-        self.boxes = BoxHead(options, num_classes, **settings)
-        self.masks = MaskHead(width, num_classes, **settings)
+        self.anchor_head = AnchorHead(width, **settings)
+        self.box_head = BoxHead(options, num_classes, **settings)
+        self.mask_head = MaskHead(width, num_classes, **settings)
 
     def __call__(
         self,
@@ -174,20 +183,29 @@ class MaskRcnn(Head):
             maps: of the backbone or its neck, each of half the size of the one before.
             image_size: (height, width) in pixels.
             extent: rows and columns of each image before padding; None without padding.
-            targets: in training.
-            train: whether to propose as many boxes as in training.
-            key: for samples.
+            targets: in training, with masks; None for detections.
+            train: whether as many boxes compete to be proposals as in training.
+            key: for samples; needed with `targets`.
+
+        Raises:
+            ValueError: targets without masks or without a key, or maps that `check_maps` rejects.
         """
-        batch, rows, _, _ = maps[0].shape
-        stride = image_size[0] // rows
+        if targets is not None and (targets.masks is None or key is None):
+            raise ValueError(
+                "the head 'mask_rcnn' samples boxes from its targets, which need masks, and a key: "
+                "call it with targets=Targets(boxes, labels, masks) and key=jax.random.key(...)"
+            )
+        batch = maps[0].shape[0]
+        stride = _find_stride(maps[0].shape[1:3], image_size)
         maps = self.pyramid(maps)
-        levels = self.anchors(maps)
+        levels = self.anchor_head(maps)
         extent = extents(extent, image_size, batch)
         anchors = [
             jnp.asarray(x, levels[0][0].dtype)
             for x in make_anchors([x.shape[1:3] for x in maps], stride)
         ]
-        proposals, scores = self.propose(levels, anchors, extent, train)
+        candidates = self.options.train_candidates if train else self.options.candidates
+        proposals, scores = self.propose(levels, anchors, extent, candidates)
         regions = functools.partial(align, maps[:-1], stride=stride)
         if targets is None:
             return self.detect(regions, proposals, scores, extent)
@@ -197,27 +215,28 @@ class MaskRcnn(Head):
             for k, n in zip(jax.random.split(key), counts, strict=True)
         )
         example = Example(targets, extent, proposals, scores, draws)
-        return self.compare(regions, levels, example, jnp.concatenate(anchors), stride)
+        return self.predict_samples(regions, levels, example, jnp.concatenate(anchors), stride)
+
+    def check_maps(self, sizes: Sequence[Grid], image_size: Grid) -> None:
+        _find_stride(sizes[0], image_size)
 
     def propose(
         self,
         levels: Levels,
         anchors: Sequence[Float[Array, "_A 4"]],
         extent: Int[Array, "B 2"],
-        train: bool,
+        candidates: int,
     ) -> tuple[Float[Array, "B P 4"], Float[Array, "B P"]]:
-        """The proposals of every image, see `choices.propose`."""
-        options = self.options
-        candidates = options.train_candidates if train else options.candidates
+        """The proposals of every image, from `candidates` boxes of a map: `choices.propose`."""
+        numbers = (candidates, self.options.proposals)
 
         def of_image(image: tuple, anchors: list[Array]) -> tuple[Array, Array]:
             levels, extent = image
-            numbers = (candidates, options.proposals)
             return propose(*zip(*levels, strict=True), anchors, sides(extent)[0], numbers)
 
         return _each_image(of_image, (levels, extent), anchors)
 
-    def compare(
+    def predict_samples(
         self,
         regions: Callable[..., Array],
         levels: Levels,
@@ -237,21 +256,21 @@ class MaskRcnn(Head):
         of_image = functools.partial(
             choose, stride=stride, options=self.options, classes=self.out_features
         )
-        chosen = _each_image(of_image, examples, anchors)
-        index = chosen.anchors.index
+        targets = _each_image(of_image, examples, anchors)
+        index = targets.anchors.index
         anchor_logits, anchor_steps = (
             jnp.concatenate(x, axis=1) for x in zip(*levels, strict=True)
         )
-        logits, steps = self.boxes(regions(chosen.boxes, bins=_BINS))
-        classes = jnp.clip(chosen.labels, 0, self.out_features - 1)
-        count = chosen.masks.shape[1]
+        logits, steps = self.box_head(regions(targets.boxes, bins=_BINS))
+        classes = jnp.clip(targets.labels, 0, self.out_features - 1)
+        count = targets.masks.shape[1]
         return TrainPredictions(
-            chosen,
+            targets,
             jnp.take_along_axis(anchor_logits, index, axis=1),
             jnp.take_along_axis(anchor_steps, index[..., None], axis=1),
             logits,
             jnp.take_along_axis(steps, classes[..., None, None], axis=2)[:, :, 0],
-            self.masks(regions(chosen.boxes[:, :count], bins=_MASK_BINS), classes[:, :count]),
+            self.mask_head(regions(targets.boxes[:, :count], bins=_MASK_BINS), classes[:, :count]),
         )
 
     def detect(
@@ -261,18 +280,18 @@ class MaskRcnn(Head):
         scores: Float[Array, "B P"],
         extent: Int[Array, "B 2"],
     ) -> Detections:
-        """The detections of every image. `regions` as in `compare`."""
-        logits, steps = self.boxes(regions(proposals, bins=_BINS))
+        """The detections of every image. `regions` as in `predict_samples`."""
+        logits, steps = self.box_head(regions(proposals, bins=_BINS))
         probabilities = jax.nn.softmax(logits)[..., :-1]
         probabilities = jnp.where(scores[..., None] >= 0, probabilities, 0)
 
-        def of_image(image: tuple, number: None) -> tuple[Array, Array, Array]:
+        def of_image(image: tuple, _: None) -> tuple[Array, Array, Array]:
             *predicted, extent = image
             return detect(*predicted, sides(extent)[0], self.options.detections)
 
         images = (proposals, probabilities, steps, extent)
         boxes, scores, classes = _each_image(of_image, images, None)
-        masks = self.masks(regions(boxes, bins=_MASK_BINS), classes)
+        masks = self.mask_head(regions(boxes, bins=_MASK_BINS), classes)
         return Detections(boxes, scores, classes, jax.nn.sigmoid(masks))
 
     def result(self, predictions: Detections, image_size: Grid) -> Detections:
@@ -287,16 +306,32 @@ class MaskRcnn(Head):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The sum of all losses, and the fraction of sampled boxes that are classified correctly.
 
+        With `accumulate`, the losses of each part of a batch are divided by the samples of that
+        part, as mmdetection divides by those of each GPU.
+
         Args:
             predictions: of this head in training.
             batch: not used: its objects are those of the predictions.
             key: not used.
         """
-        labels = predictions.chosen.labels
+        labels = predictions.targets.labels
         used = labels >= 0
         right = (predictions.logits.argmax(axis=-1) == labels) & used
         value = sum(region_losses(predictions).values())
         return value, right.sum() / jnp.maximum(used.sum(), 1)
+
+
+def _find_stride(size: Grid, image_size: Grid) -> int:
+    """The pixels of a cell of the finest map, of (rows, columns)."""
+    stride = image_size[0] // size[0]
+    if not stride or (stride * size[0], stride * size[1]) != tuple(image_size):
+        (height, width), (rows, columns) = image_size, size
+        raise ValueError(
+            "the head 'mask_rcnn' takes images whose sides are a whole multiple of those of its "
+            f"first map, but {height}x{width} pixels have one of {rows}x{columns} cells: use a "
+            "patch size that is a multiple of 4, or another image size"
+        )
+    return stride
 
 
 def _each_image(function: Callable, images: Any, shared: Any) -> Any:
