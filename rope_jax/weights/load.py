@@ -182,12 +182,13 @@ def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> 
     if listed is None:
         return None
     there = find_model(listed.name).options.override(listed.name, listed.options)
+    names = () if model.name == listed.name else ("dilation", "dilations")
+    if any(getattr(module, "border", None) for _, module in nnx.iter_modules(target)):
+        names += ("window_size",)  # from which the scheme extends
     differences = [
-        (name, getattr(there, name), getattr(target.options, name))
-        for name in ("dilation", "dilations")
-        if model.name != listed.name
-        and type(there) is type(target.options)
-        and hasattr(there, name)
+        (name, getattr(there, name), getattr(target.trained_options or target.options, name))
+        for name in names
+        if type(there) is type(target.options) and hasattr(there, name)
     ]
     positions = [schemes_of_weights(text) for text in (listed.position, model.notation)]
     if positions[0] != positions[1]:
