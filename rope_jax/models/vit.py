@@ -80,7 +80,7 @@ class ViTOptions(Options):
         post_norm: normalise the output of each residual branch instead of its input, by norms whose
             scale starts at 0 (Swin V2).
         cosine: the logits of attention are cosines of q and k, times a learned scale per head that
-            starts at 10 and stays up to 100 (Swin V2), see `SelfAttention`.
+            starts at 10 and stays up to 100 (Swin V2), see `CosineAttention`.
         feed_forward: "mlp", or "swiglu" with two thirds of the hidden channels.
         norm_epsilon: of every layer norm.
         last_norm: whether there is a layer norm after the last block; False for backbones of dense
