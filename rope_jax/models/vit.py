@@ -337,13 +337,16 @@ class ViT(Backbone):
             pooled = [self.norm(x) for x in pooled]
         return jnp.concatenate(pooled, axis=-1)
 
+    def classify(self, x: Float[Array, "B L C"]) -> Float[Array, "B classes"]:
+        """Logits, from the tokens of `encode`."""
+        logits = self.head(self.pool(x))
+        return (logits + self.distillation_head(x[:, 1])) / 2 if self.options.distilled else logits
+
     @allow_any_mesh
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:
-        x = self.encode(images, train=train, key=key)
-        logits = self.head(self.pool(x))
-        return (logits + self.distillation_head(x[:, 1])) / 2 if self.options.distilled else logits
+        return self.classify(self.encode(images, train=train, key=key))
 
     @property
     def norms_tokens(self) -> bool:
