@@ -361,13 +361,20 @@ def training_batches(
         resident = jax.device_put((images.images, images.labels), replicate(setup.mesh))
         stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
         return stream, {"set": resident}
-    sets = [images, *(load_split(config, "train", size) for size in config.data.other_sizes)]
+
+    def resize(size: tuple[int, int]) -> Split:
+        if images.in_memory:
+            return load_split(config, "train", size)
+        return dataclasses.replace(images, size=size)  # without listing the files again
+
+    sets = [images, *map(resize, config.data.other_sizes)]
+    workers = data.worker_count(config.data.workers)
     streams = [
         data.batches(
             images,
             seed=config.seed,
             ahead=not images.in_memory,
-            workers=data.worker_count(config.data.workers),
+            workers=min(workers, max(1, workers // len(sets))),
             bad_images=config.data.bad_images,
             waiting=waiting,
             canvases=config.data.canvas_sizes,
