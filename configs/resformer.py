@@ -53,7 +53,7 @@ def get_config(arguments: str | None = None):
             f"recipe argument variant={args.variant}: use one of {', '.join(VARIANTS)}"
         )
     rate, epochs, warmup, drop_path, clip = VARIANTS[args.variant]
-    first, *others = (int(side) for side in str(args.resolutions).split("+"))
+    first, *others = cfg.recipe_sides(args.resolutions)
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs or epochs
@@ -94,5 +94,6 @@ def get_config(arguments: str | None = None):
     config.optim.clip_norm = clip
 
     config.eval.frame = "centre(crop=0.875,interpolation=bicubic)"
-    config.eval.resolutions = (96, 128, 160, 192, 288, 384, 448, 512)
+    sides = (96, 128, 160, 192, 224, 288, 384, 448, 512)
+    config.eval.resolutions = tuple(side for side in sides if side != first)
     return config
