@@ -155,9 +155,10 @@ def test_published_windows_are_those_from_which_other_windows_extend():
     file = find_weights("swinv2_t", True).describe(WeightsFile(shapes, arrays.get))
     other = rope_jax.create_model("swinv2_t", pretrained=file, window_size=6, **small)
     assert [stage.position.border for stage in other.stages] == [(7, 7), (7, 7)]
-    fresh = rope_jax.create_model("swinv2_t", window_size=6, **small)
+    create = lambda **options: rope_jax.create_model("swinv2_t", **small | options)
     with pytest.raises(ValueError, match="window_size is 8 there and 6 here"):
-        load_weights(fresh, file)
+        load_weights(create(window_size=6), file)
+    load_weights(create(window_size=None, image_size=256), file)  # a thirty-second is 8
 
 
 @pytest.mark.parametrize(
