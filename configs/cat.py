@@ -14,7 +14,8 @@ cat_5 (`--config.model.options=imprint=none`).
 
 Known deviations from the original:
 
-- The batch size is the paper's 128; its train.py has 64. Batches cross the ends of epochs.
+- The batch size of cat_5 is the paper's 128 (its train.py has 64), as is that of swinv2_t; vit,
+  dinov2 and beit have the text's 32, 64 and 32. Batches cross the ends of epochs.
 - Attention, imprint and rotation are the paper's, not those of the released code, which are the
   options operator, imprint and pool of the model, and `cat_rope(mode=released)`.
 - What the paper does not print of its baselines: epsilon, pooling and position of vit are those of

@@ -21,7 +21,7 @@ def get_config(arguments: str | None = None):
     """
     settings = {"position": "rope_mixed", "epochs": 60.0, "seed": 0, "resolutions": "8"}
     args = cfg.recipe_arguments(arguments, **settings)
-    first, *others = (int(side) for side in str(args.resolutions).split("+"))
+    first, *others = cfg.recipe_sides(args.resolutions)
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs

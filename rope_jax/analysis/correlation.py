@@ -74,15 +74,22 @@ def embeddings(
 
     Rows of prefix tokens without an embedding are 0. At most one of the two is not None; both are
     for a scheme without absolute embedding.
+
+    Raises:
+        ValueError: the scheme has embeddings of both kinds.
     """
     stage = position.stage
     add = position.terms(grid).add
-    if add is not None:
-        add = add.value if isinstance(add, PerLayer) else add
-        return None, np.broadcast_to(np.asarray(add, np.float64), (stage.depth, *add.shape[-2:]))
     area = grid[0] * grid[1]
     zeros = jnp.zeros((1, stage.embed_prefix + area, stage.channels))
     rows = np.asarray(position.embed(zeros, grid)[0], np.float64)
+    if add is not None and rows.any():
+        raise ValueError(
+            "the position adds an embedding once and another one in each layer: use one of them"
+        )
+    if add is not None:
+        add = add.value if isinstance(add, PerLayer) else add
+        return None, np.broadcast_to(np.asarray(add, np.float64), (stage.depth, *add.shape[-2:]))
     if not rows.any():
         return None, None
     without = np.zeros((stage.prefix - stage.embed_prefix, stage.channels))
@@ -95,7 +102,8 @@ def stage_positions(
     """The map of each stage, and the position embedding that its layers receive.
 
     LaPE adds an embedding to the normalised tokens of every layer. An absolute embedding w is added
-    once to the tokens of a stage, and layer l receives it through its layer norm, as LN_l(w).
+    once to the tokens of a stage, and layer l receives it through its layer norm, as LN_l(w), or
+    with `post_norm` as w itself.
     Embeddings of prefix tokens are left out, and so are stages without an embedding.
 
     >>> import rope_jax

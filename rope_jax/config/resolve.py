@@ -115,6 +115,23 @@ def recipe_arguments(
     return arguments
 
 
+def recipe_sides(resolutions: str) -> list[int]:
+    """The sides in pixels that the argument `resolutions` of a recipe joins by +.
+
+    >>> recipe_sides("224+160+128")
+    [224, 160, 128]
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    if not re.fullmatch(r"[1-9][0-9]*(\+[1-9][0-9]*)*", resolutions):
+        raise ConfigError(
+            f"recipe argument resolutions={resolutions}: use sides in pixels joined by +, such as "
+            "224+160+128"
+        )
+    return [int(side) for side in resolutions.split("+")]
+
+
 def with_options(position: str, name: str, **options: Value) -> str:
     """A positional scheme whose parts called `name` have these options, unless they are given.
 

@@ -231,7 +231,8 @@ class CosineAttention(SelfAttention):
     ):
         biases = {"qkv_bias": qkv_bias, "k_bias": k_bias}
         super().__init__(features, heads, **biases, rngs=rngs, dtypes=dtypes)
-        self.logit_scale = nnx.Param(jnp.full((heads,), math.log(10), dtypes["param_dtype"]))
+        logit_scale = jnp.full((heads,), math.log(10), dtypes["param_dtype"])
+        self.logit_scale = nnx.Param(logit_scale, decay=False)
 
     def prepare(
         self, qkv: Float[Array, "B *places three N D"]

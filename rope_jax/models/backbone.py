@@ -89,11 +89,12 @@ class Backbone(nnx.Module):
         beyond_classifier: starts of the names of parameters that weights of a classifier may lack;
             {i} stands for any number.
         softmax: whether the weights of attention come from a softmax and sum to 1.
-        name: in `create_model`, which sets this and the next four.
+        name: in `create_model`, which sets this and the next five.
         notation: the text of the positional scheme.
         head_notation: the text of the head of dense prediction; None without one.
         image_size: (height, width) in pixels, of creation or the last `resize`.
-        trained_size: (height, width) in pixels from which rotations extend, those of creation.
+        trained_size: (height, width) in pixels from which schemes extend, those of creation.
+        trained_options: `Options` from which schemes extend, those of creation or of the weights.
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, in their order, where known.
     """
@@ -109,6 +110,7 @@ class Backbone(nnx.Module):
     head_notation: str | None = None
     image_size: Grid | None = None
     trained_size: Grid | None = None
+    trained_options: Any = None
     preprocessing: Preprocessing | None = None
     class_names: tuple[str, ...] | None = None
 

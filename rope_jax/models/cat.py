@@ -34,7 +34,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import declare, drop_path
 from rope_jax.models.layers import Mlp, make_head, torch_linear
-from rope_jax.models.registry import register
+from rope_jax.models.registry import check_blocks, register
 from rope_jax.models.vit import PLAIN, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive
 from rope_jax.positions import Terms, grids
@@ -53,8 +53,8 @@ class CATOptions(ViTOptions):
         imprint: how the patch embedding is added again in layer l of L. "none"; "paper": all of it
             to the normalised tokens; "decayed", as released: 1 - tanh(pi l / L) of it to q, k and
             v; or, of it to the normalised tokens, as in the ablations of table 4: "tanh", that
-            share; "backwards_tanh", tanh(pi l / L); "linear", 1 - l / L, the formula that the paper
-            prints for its row "tanh"; and "backwards_linear", l / L.
+            fraction; "backwards_tanh", tanh(pi l / L); "linear", 1 - l / L, the formula that the
+            paper prints for its row "tanh"; and "backwards_linear", l / L.
         imprint_layers: the layers with an imprint, counted from 0; None for all. With the first
             ones alone "the benefit disappears, and in fact inverts" (section 2.3).
         between: "retnet" divides the scores of a query by the size of their sum over its keys, at
@@ -108,14 +108,12 @@ class CATOptions(ViTOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.imprint_layers and max(self.imprint_layers) >= self.depth:
+        check_blocks("imprint_layers", self.imprint_layers or (), self.depth)
+        named = self.imprint_token or self.imprint_layers is not None
+        if named and not any(self.imprint_fractions):
             raise ValueError(
-                f"imprint_layers={self.imprint_layers} has a layer that a model of "
-                f"depth={self.depth} does not have: count layers from 0"
-            )
-        if self.imprint_token and self.imprint == "none":
-            raise ValueError(
-                "imprint_token=True with imprint='none': there is no imprint for it; change either"
+                f"no layer has an imprint with imprint={self.imprint!r} and "
+                f"imprint_layers={self.imprint_layers}: change either, without imprint_token=True"
             )
         if self.imprint_token and self.pool == "mean":
             raise ValueError(
@@ -132,7 +130,7 @@ class CATOptions(ViTOptions):
     @property
     def imprint_fractions(self) -> list[float]:
         """The fraction of the imprint in each layer."""
-        share = {
+        fraction = {
             "none": lambda at: 0.0,
             "paper": lambda at: 1.0,
             "linear": lambda at: 1 - at,
@@ -140,7 +138,7 @@ class CATOptions(ViTOptions):
             "backwards_tanh": lambda at: math.tanh(math.pi * at),
         }.get(self.imprint, lambda at: 1 - math.tanh(math.pi * at))
         layers = range(self.depth) if self.imprint_layers is None else self.imprint_layers
-        return [share(n / self.depth) if n in layers else 0.0 for n in range(self.depth)]
+        return [fraction(n / self.depth) if n in layers else 0.0 for n in range(self.depth)]
 
 
 class HeadNorm(nnx.Module):
@@ -348,7 +346,7 @@ class CAT(ViT):
         if options.imprint_token:
             token = self.imprint_token[0, 0].astype(patches.dtype)
             patches = patches.at[:, _PLACES[options.reads]].set(token)
-        return [(patches * share if share else None,) for share in options.imprint_fractions]
+        return [(patches * part if part else None,) for part in options.imprint_fractions]
 
     def pool(self, x: Float[Array, "B L C"]) -> Float[Array, "B C"]:
         reads = self.options.reads

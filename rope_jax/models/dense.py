@@ -233,6 +233,7 @@ def create_dense(description: Description, *, seed: int, dtype: Any) -> DenseMod
     model.name, model.notation = description.name, description.position
     model.head_notation, model.image_size = description.head, description.image_size
     model.trained_size = description.trained_size
+    model.trained_options = backbone.trained_options
     return model
 
 

@@ -65,7 +65,8 @@ class Description:
         plugins: modules that it may need (`rope_jax.names.plugins`).
         head: text of its head of dense prediction; None for a classifier.
         blocks: blocks whose maps that head takes; None for the last of every stage.
-        trained_size: (height, width) in pixels from which its rotations extend.
+        trained_size: (height, width) in pixels from which its scheme extends.
+        trained_options: options of its family from which its scheme extends.
     """
 
     name: str
@@ -79,10 +80,12 @@ class Description:
     head: str | None = None
     blocks: tuple[int, ...] | None = None
     trained_size: Grid | None = None
+    trained_options: Mapping[str, Any] | None = None
 
     def __post_init__(self):
-        if self.trained_size is None:
-            object.__setattr__(self, "trained_size", self.image_size)
+        for name, current in (("size", self.image_size), ("options", self.options)):
+            if getattr(self, f"trained_{name}") is None:
+                object.__setattr__(self, f"trained_{name}", current)
 
     @classmethod
     def from_model(cls, model: nnx.Module) -> "Description | None":
@@ -102,6 +105,7 @@ class Description:
             head,
             None if head is None else model.blocks,
             model.trained_size,
+            dataclasses.asdict(model.trained_options),
         )
 
     @classmethod
@@ -110,7 +114,7 @@ class Description:
         height, width = map(int, entries["image_size"])
         preprocessing, names = entries["preprocessing"], entries["class_names"]
         head, blocks = entries.get("head"), entries.get("blocks")  # older files have none
-        trained = entries.get("trained_size")
+        trained, trained_options = entries.get("trained_size"), entries.get("trained_options")
         if preprocessing is not None:
             preprocessing = Preprocessing(
                 tuple(map(float, preprocessing["mean"])),
@@ -123,14 +127,19 @@ class Description:
             str(entries["position"]),
             int(entries["num_classes"]),
             (height, width),
-            {name: as_option(value) for name, value in dict(entries["options"]).items()},
+            _as_options(entries["options"]),
             preprocessing,
             None if names is None else tuple(map(str, names)),
             tuple(map(str, entries["plugins"])),
             None if head is None else str(head),
             None if blocks is None else tuple(map(int, blocks)),
             None if trained is None else (int(trained[0]), int(trained[1])),
+            None if trained_options is None else _as_options(trained_options),
         )
+
+
+def _as_options(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: as_option(value) for name, value in dict(entries).items()}
 
 
 def as_option(value: Any) -> Any:

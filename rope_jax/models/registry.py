@@ -260,24 +260,33 @@ def describe(
         head=head,
         blocks=blocks,
         trained_size=size if described is None else described.trained_size,
+        trained_options=None if described is None else described.trained_options,
     )
 
 
 def create_backbone(description: Description, *, seed: int, dtype: Any) -> nnx.Module:
     """Creates a model with initial weights, without its head of dense prediction."""
     entry, size = find_model(description.name), description.image_size
-    options = entry.options.override(description.name, description.options)
+    options, trained_options = (
+        entry.options.override(description.name, values)
+        for values in (description.options, description.trained_options)
+    )
+    # Weights depend on all other options, and windows on the kind of attention.
+    kinds = [getattr(values, "attention", "window") for values in (options, trained_options)]
+    windows = {"window_size"} & vars(options).keys() if kinds[0] == kinds[1] else ()
+    windows = {name: getattr(trained_options, name) for name in windows}
+    trained = (dataclasses.replace(options, **windows), description.trained_size)
     settings = {"num_classes": description.num_classes, "dtype": _compute_dtype(dtype)}
     settings["position"] = description.position
 
-    def make(image_size: tuple[int, int]) -> nnx.Module:
+    def make(options: Options, image_size: tuple[int, int]) -> nnx.Module:
         return entry.family(options, **settings, image_size=image_size, rngs=nnx.Rngs(seed))
 
-    model = make(size)
+    model = make(options, size)
     model.name, model.notation, model.image_size = description.name, description.position, size
-    model.trained_size = description.trained_size
-    if model.trained_size != size:  # schemes extend from the training grid
-        trained_modules = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(model.trained_size))))
+    model.trained_options, model.trained_size = trained
+    if trained != (options, size):  # schemes extend from the training grid and windows
+        trained_modules = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(*trained))))
         for path, module in nnx.iter_modules(model):
             for name in getattr(module, "of_training", ()):
                 setattr(module, name, getattr(trained_modules[path], name))

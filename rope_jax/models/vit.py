@@ -80,7 +80,7 @@ class ViTOptions(Options):
         post_norm: normalise the output of each residual branch instead of its input, by norms whose
             scale starts at 0 (Swin V2).
         cosine: the logits of attention are cosines of q and k, times a learned scale per head that
-            starts at 10 and stays up to 100 (Swin V2), see `SelfAttention`.
+            starts at 10 and stays up to 100 (Swin V2), see `CosineAttention`.
         feed_forward: "mlp", or "swiglu" with two thirds of the hidden channels.
         norm_epsilon: of every layer norm.
         last_norm: whether there is a layer norm after the last block; False for backbones of dense
@@ -337,13 +337,16 @@ class ViT(Backbone):
             pooled = [self.norm(x) for x in pooled]
         return jnp.concatenate(pooled, axis=-1)
 
+    def classify(self, x: Float[Array, "B L C"]) -> Float[Array, "B classes"]:
+        """Logits, from the tokens of `encode`."""
+        logits = self.head(self.pool(x))
+        return (logits + self.distillation_head(x[:, 1])) / 2 if self.options.distilled else logits
+
     @allow_any_mesh
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:
-        x = self.encode(images, train=train, key=key)
-        logits = self.head(self.pool(x))
-        return (logits + self.distillation_head(x[:, 1])) / 2 if self.options.distilled else logits
+        return self.classify(self.encode(images, train=train, key=key))
 
     @property
     def norms_tokens(self) -> bool:

@@ -12,7 +12,14 @@ from rope_jax.analysis import plots
 from rope_jax.analysis.analyses import image_batches
 from rope_jax.analysis.attention import attention_statistics
 from rope_jax.analysis.correlation import position_correlation, stage_positions
-from rope_jax.analysis.joining import LAMBDAS, PARTS, TERMS, measure_joining, position_measures
+from rope_jax.analysis.joining import (
+    LAMBDAS,
+    PARTS,
+    TERMS,
+    measure_joining,
+    position_measures,
+    trend,
+)
 from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
 from rope_jax.papers.claims import Verdict, judge
 from rope_jax.papers.kinds import (
@@ -217,14 +224,14 @@ class Maps(Lines):
         maps: of a loaded model and tokens: name -> map.
         tokens: unless --token names others.
         label: of the colour bar.
-        layers: of a loaded model: a number for each layer by name; claimed to be larger in the
-            last layer than in the first with LaPE.
+        layers: of a loaded model: the `reach` of each layer; with LaPE it is claimed to grow with
+            the depth, and to be larger in the last layer than in the first.
     """
 
     maps: Callable[[LoadedModel, Tokens], dict[str, np.ndarray]] | None = None
     tokens: Tokens = ((0.5, 0.5),)
     label: str = ""
-    layers: Callable[[LoadedModel], dict[str, Sequence[float]]] | None = None
+    layers: Callable[[LoadedModel], dict[str, Sequence[float | None]]] | None = None
 
     @property
     def quantity(self) -> str:
@@ -248,19 +255,26 @@ class Maps(Lines):
         name = f"{self.name}_{zlib.crc32(str(tokens).encode()):08x}"
         return lab.analyse(run, name, lambda loaded: self.maps(loaded, tokens))
 
-    def _layers(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, Sequence[float]]]]:
-        return lab.analyse(run, f"{self.name}_layers", self.layers) if self.layers else {}
+    def _layers(
+        self, lab: Lab, run: Run
+    ) -> dict[int, tuple[str, dict[str, Sequence[float | None]]]]:
+        return lab.analyse(run, f"{self.name}_reach", self.layers) if self.layers else {}
 
     def verdicts(self, lab: Lab) -> list[Verdict]:
         made = []
         runs = self.runs(lab) if self.layers else []
         for run in (run for run in runs if run.position.startswith("lape")):
-            layers = {s: values["radius"] for s, (_, values) in self._layers(lab, run).items()}
+            layers = {s: values["reach"] for s, (_, values) in self._layers(lab, run).items()}
+            layers = {s: x for s, x in layers.items() if None not in x}
             last, first = ({s: x[k] for s, x in layers.items()} for k in (-1, 0))
-            words = f"radius of the last layer above that of the first, {run.position}"
-            claim = {"claim": f"{words}, {lab.model_name(run)}"}
+            growth = {s: trend(x) for s, x in layers.items()}
             late = {"after_the_fact": lab.given is not None}
-            made.append(claim | judge(last, first) | late)
+            for words, verdict in (
+                ("reach grows with the depth", judge(growth, dict.fromkeys(growth, 0.0))),
+                ("reach of the last layer above that of the first", judge(last, first)),
+            ):
+                claim = {"claim": f"{words}, {run.position}, {lab.model_name(run)}"}
+                made.append(claim | verdict | late)
         return made
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
@@ -293,14 +307,14 @@ def correlation_maps(loaded: LoadedModel, tokens: Tokens) -> dict[str, np.ndarra
     return {f"layer {number}": layer for number, layer in enumerate(layers, 1)}
 
 
-def radius(loaded: LoadedModel) -> dict[str, Sequence[float]]:
+def reach(loaded: LoadedModel) -> dict[str, Sequence[float | None]]:
     """How local the positions of each layer are: `rope_jax.analysis.joining.reach`."""
     (grid, rows), *_ = stage_positions(loaded.model, loaded.image_size)
-    return {"radius": position_measures(rows, grid)["reach"]}
+    return {"reach": position_measures(rows, grid)["reach"]}
 
 
 def layer_cells(
-    lab: Lab, run: Run, by_seed: dict[int, tuple[str, dict[str, Sequence[float]]]]
+    lab: Lab, run: Run, by_seed: dict[int, tuple[str, dict[str, Sequence[float | None]]]]
 ) -> list[Cell]:
     """The cells of numbers of each layer, by seed and name."""
     key, made = {"model": run.model, "position": run.position}, []
@@ -308,7 +322,7 @@ def layer_cells(
     for name, first in names.items():
         for layer in range(len(first)):
             values = {s: (folder, x[name][layer]) for s, (folder, x) in by_seed.items()}
-            ours = lab.measured(values)
+            ours = lab.measured({s: pair for s, pair in values.items() if pair[1] is not None})
             named = key | {"layer": layer + 1, "quantity": name}
             made.append(make_cell(named, None, ours, explain(lab, run, None, None, ours)))
     return made

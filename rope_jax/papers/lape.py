@@ -10,7 +10,7 @@ from rope_jax.papers.figures import (
     Layers,
     Maps,
     correlation_maps,
-    radius,
+    reach,
     shares_of_norm,
     sizes_of_terms,
 )
@@ -151,8 +151,8 @@ ARTIFACTS = (
             lines=lines,
             maps=correlation_maps,
             label="cosine similarity",
-            layers=radius,
-            note="radius is this library's measure: 1 if similarity does not depend on distance, "
+            layers=reach,
+            note="reach is this library's measure: 1 if similarity does not depend on distance, "
             "small if positions are local",
         )
         for name, lines in _LINES.items()

@@ -145,7 +145,7 @@ def count_operations(key: Key) -> tuple[Measured, str]:
     size, options = tuple(key["resolution"]), model_overrides(key.get("options", ""))
     everything = key.get("counted") == "all"
     if key["model"] in ("cat_vit_5", "beit_b16") and not everything:
-        options |= {"num_classes": 2}  # the default of their library, which the digits imply
+        options |= {"num_classes": 2}  # implied by ViT's digits, assumed for BEiT
     model = nnx.eval_shape(
         lambda: create_model(key["model"], position=key["position"], image_size=size, **options)
     )

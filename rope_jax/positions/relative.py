@@ -215,6 +215,8 @@ class ContinuousBias(Position):
     ):
         super().__init__(stage, rngs=rngs)
         self.border = _border(stage.region(stage.grid)) if normalise == "creation" else None
+        if normalise == "current":
+            self.resolution = "interpolate"
         init, depth, dtype = normal_init(0.02), stage.depth, stage.dtype
         kernel1 = init(rngs.params(), (depth, 2, hidden), dtype)
         kernel2 = init(rngs.params(), (depth, hidden, stage.heads), dtype)

@@ -89,10 +89,9 @@ def _outputs(
         logits = model(images, train=True, key=key).astype(jnp.float32)
         return logits, None if config.distill is None else logits
     tokens = model.encode(images, train=True, key=key)
-    read = model.pool(tokens)
-    patches = tokens[:, model.position.stage.prefix :].mean(axis=1)
-    feature = read if config.distill_from == "feature" else patches
-    return model.head(read).astype(jnp.float32), feature.astype(jnp.float32)
+    patches = tokens[:, model.position.stage.prefix :]
+    feature = model.pool(tokens) if config.distill_from == "feature" else patches.mean(axis=1)
+    return model.classify(tokens).astype(jnp.float32), feature.astype(jnp.float32)
 
 
 def soft_targets(
@@ -176,7 +175,7 @@ class Classification:
             enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
             drawn_at=sizes[0]["image"].shape[1:3] if len(sizes) > 1 else None,
         )
-        images, mixed = [], [(labels, 1.0)]
+        images, mixed = [], []
         for part in sizes:
             image, keys = part["image"], None
             if augment.erasing:
@@ -189,7 +188,7 @@ class Classification:
             if keys is not None and m.before_erasing:
                 image = device.apply_erasing(image, keys, augment.erasing)
             images.append(image)
-        others, weight = mixed[:2][-1]  # of the largest size
+        others, weight = mixed[0] if mixed else (labels, 1.0)  # of the largest size
         smoothing, classes = config.label_smoothing, config.model.num_classes
         targets = soft_targets(labels, others, weight, classes, smoothing)
         named = {f"image_{k}" if k else "image": image for k, image in enumerate(images)}
@@ -198,13 +197,13 @@ class Classification:
     def loss(
         self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The training loss, and the accuracy on the (mixed) images of the batch.
+        """The training loss, and the accuracy on the (mixed) images of the largest size.
 
         With several sizes, the largest first, the loss is the mean of theirs (ResFormer, arXiv
         2212.00776): of each the loss of the logits, and, if the config distils, of all but the
         largest the distance of its features from those of the next larger one.
         """
-        losses, accuracies, teacher = [], [], None
+        losses, teacher = [], None
         for number in range(1 + len(config.data.more_sizes)):
             images = batch[f"image_{number}" if number else "image"]
             key = jax.random.fold_in(key, number) if number else key
@@ -213,9 +212,10 @@ class Classification:
             if teacher is not None:
                 loss += DISTANCES[config.distill](feature, jax.lax.stop_gradient(teacher))
             losses.append(loss)
-            accuracies.append((logits.argmax(-1) == batch["label"]).mean())
+            if number == 0:
+                accuracy = (logits.argmax(-1) == batch["label"]).mean()
             teacher = feature
-        return sum(losses) / len(losses), accuracies[0]
+        return sum(losses) / len(losses), accuracy
 
     def count(
         self, logits: Float[Array, "B K"], batch: Batch, images: Images | Streamed

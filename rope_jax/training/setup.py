@@ -21,6 +21,7 @@ from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.data.device_batches import DeviceBatches, loader_on_device
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
+from rope_jax.models.vit import ViT
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.sharding import (
     make_mesh,
@@ -226,6 +227,11 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
 
 def _check_sizes(config: Config, model: nnx.Module) -> None:
     """Rejects further training sizes, and distillation between sizes, that are not supported."""
+    if config.distill is None and config.distill_from != "feature":
+        raise ConfigError(
+            f"--config.distill_from={config.distill_from} needs --config.distill: name a distance, "
+            "or leave it out"
+        )
     if config.distill is not None and not config.data.more_sizes:
         raise ConfigError(
             f"--config.distill={config.distill} is between the resolutions of a step: name further "
@@ -242,10 +248,10 @@ def _check_sizes(config: Config, model: nnx.Module) -> None:
         for size in config.data.other_sizes:
             model.check_size(size)
     reads = config.distill is not None and config.distill_from != "logits"
-    if reads and not hasattr(model, "encode"):
+    if reads and type(model).__call__ is not ViT.__call__:
         raise ConfigError(
-            f"--config.distill_from={config.distill_from} is for models with one map of tokens, "
-            f"and {config.model.name} has several: use logits"
+            f"--config.distill_from={config.distill_from} is for models whose head reads the "
+            f"tokens of the last block of one map, unlike {config.model.name}: use logits"
         )
 
 
@@ -355,13 +361,20 @@ def training_batches(
         resident = jax.device_put((images.images, images.labels), replicate(setup.mesh))
         stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
         return stream, {"set": resident}
-    sets = [images, *(load_split(config, "train", size) for size in config.data.other_sizes)]
+
+    def resize(size: tuple[int, int]) -> Split:
+        if images.in_memory:
+            return load_split(config, "train", size)
+        return dataclasses.replace(images, size=size)  # without listing the files again
+
+    sets = [images, *map(resize, config.data.other_sizes)]
+    workers = data.worker_count(config.data.workers)
     streams = [
         data.batches(
             images,
             seed=config.seed,
             ahead=not images.in_memory,
-            workers=data.worker_count(config.data.workers),
+            workers=min(workers, max(1, workers // len(sets))),
             bad_images=config.data.bad_images,
             waiting=waiting,
             canvases=config.data.canvas_sizes,

@@ -182,13 +182,16 @@ def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> 
     if listed is None:
         return None
     there = find_model(listed.name).options.override(listed.name, listed.options)
+    related = type(there) is type(target.options)
     differences = [
         (name, getattr(there, name), getattr(target.options, name))
         for name in ("dilation", "dilations")
-        if model.name != listed.name
-        and type(there) is type(target.options)
-        and hasattr(there, name)
+        if model.name != listed.name and related and hasattr(there, name)
     ]
+    modules = [module for _, module in nnx.iter_modules(target)]
+    borders = [module.border for module in modules if getattr(module, "border", None)]
+    if borders and related and hasattr(there, "window_size"):  # from which `cpb` extends
+        differences.append(("window_size", there.window_size, max(borders)[0] + 1))
     positions = [schemes_of_weights(text) for text in (listed.position, model.notation)]
     if positions[0] != positions[1]:
         differences.append(("position", listed.position, model.notation))

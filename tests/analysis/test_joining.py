@@ -6,13 +6,17 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 import rope_jax
 from rope_jax.analysis import joining
+from rope_jax.analysis.attention import attention_maps
 from rope_jax.analysis.correlation import layer_norm, stage_positions
-from tests.models.small import pictures, small_model
+from rope_jax.models.vit import ViT
+from tests.models.small import make_filled_model, pictures, small_model
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "joining.json").read_text())
+SMALL = {"width": 48, "heads": 3, "depth": 2, "image_size": 48}
 
 
 def draw(case):
@@ -75,11 +79,14 @@ def test_equations_match_the_golden_numbers(name):
         assert size(positions) == pytest.approx(golden["rms_of_position_part"], rel=1e-10)
         kernel = np.concatenate([arrays["w_q"][layer], arrays["w_k"][layer]], axis=1)
         biases = np.concatenate([arrays["b_q"][layer], arrays["b_k"][layer]])
-        terms = joining.logit_terms(tokens, positions, kernel, biases, heads)
-        sizes, shares = joining.term_sizes(terms)
+        scale = (case["channels"] / heads) ** -0.5
+        terms = joining.logit_terms(tokens, positions, kernel, biases, heads, scale)
+        sizes, fractions = joining.term_sizes(terms)
         np.testing.assert_allclose(sizes.mean(-1), golden["term_rms_mean_of_heads"], rtol=1e-10)
-        np.testing.assert_allclose(shares.mean(-1), golden["term_share_mean_of_heads"], rtol=1e-9)
-        np.testing.assert_allclose(shares.sum(0), 1, rtol=1e-10)
+        np.testing.assert_allclose(
+            fractions.mean(-1), golden["term_share_mean_of_heads"], rtol=1e-9
+        )
+        np.testing.assert_allclose(fractions.sum(0), 1, rtol=1e-10)
     measures = joining.position_measures(np.stack(rows), tuple(case["grid"]))
     for measure in ("reach", "two_dimensional", "raster"):
         numbers = [golden[measure] for golden in expected["layers"]]
@@ -104,6 +111,9 @@ def test_models_are_measured_at_the_input_of_each_layer(position):
         for name, expected in zip(joining.LAMBDAS, np.mean(by_image, (0, 2)), strict=True):
             assert values[name][0] == pytest.approx(expected, rel=1e-9)
         assert (values["lambda_3"] < 1e-6).all()
+        first = [joining.lambdas(np.asarray(y), embedding, epsilon)[:, 0] for y in x]
+        for name, expected in zip(joining.LAMBDAS, np.mean(first, 0), strict=True):
+            assert values[f"{name} of the class token"][0] == pytest.approx(expected, rel=1e-9)
     else:
         assert "lambda_1" not in values
         rows = np.asarray(model.position.terms((3, 5)).add.value[:, 1:], np.float64)
@@ -111,6 +121,68 @@ def test_models_are_measured_at_the_input_of_each_layer(position):
         tokens = np.asarray(model.blocks[0].norm1(x))[:, 1:]
         expected = ((tokens**2).mean((1, 2)) ** 0.5).mean()
         assert values["tokens"][0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "position", "options"),
+    [
+        ("deit_ti16", "ape+rope_mixed", {}),
+        ("deit_ti16", "lape(ape)+rope2d(pairing=interleaved,log_scale=True)", {"image_size": 32}),
+        ("deit3_ti16", "ape", {"k_bias": False}),
+        ("t2t_vit_7", "sincos1d", {"logit_scale": "width"}),
+    ],
+)
+def test_terms_add_up_to_the_logits_of_the_model(name, position, options, monkeypatch):
+    recorded, sizes = [], joining.term_sizes
+    monkeypatch.setattr(joining, "term_sizes", lambda x: recorded.append(x.sum(0)) or sizes(x))
+    model = make_filled_model(name, position, dtype=jnp.float64, **SMALL | options)
+    images = jnp.asarray(pictures(48, 48, batch=1), jnp.float64)
+    joining.measure_joining(model, images)
+    weights = attention_maps(model, images)  # of the class token
+    for logits, expected in zip(recorded, weights, strict=True):
+        softmax = scipy.special.softmax(logits[:, 0], -1)[:, 1:]
+        np.testing.assert_allclose(softmax, expected[0].reshape(softmax.shape), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "options", "words"),
+    [
+        ("vit_s16", "ape", {"attention": "window"}, "windows or neighbourhoods"),
+        ("nat_isotropic_s16", "ape", {}, "windows or neighbourhoods"),
+        ("deit_ti16", "ape", {"cosine": True}, "post_norm or cosine"),
+        ("deit_ti16", "ape", {"post_norm": True}, "post_norm or cosine"),
+        ("cct_7_3x1", "ape", {}, "normalises its tokens between layers"),
+        ("cat_5", "ape", {}, "has no softmax"),
+        ("deit_ti16", "ape+peg", {}, "adds positions between layers"),
+        ("deit_ti16", "ape+liere", {}, "wraps attention"),
+        ("deit_ti16", "rope2d", {}, "adds no embedding"),
+        ("deit_ti16", "ape+lape(ape)", {}, "once and another one in each layer"),
+    ],
+)
+def test_other_layers_are_refused(name, position, options, words):
+    model = make_filled_model(name, position, **SMALL | options)
+    with pytest.raises(ValueError, match=words):
+        joining.measure_joining(model, pictures(*model.image_size))
+
+
+def test_batches_of_one_model_are_compiled_once(monkeypatch):
+    starts = []
+    monkeypatch.setattr(ViT, "start", lambda *x, start=ViT.start: starts.append(x) or start(*x))
+    model = small_model("deit_ti16", "ape", width=24)
+    joining.measure_joining(model, pictures(6, 10))
+    traced = len(starts)
+    joining.measure_joining(model, pictures(6, 10) + 1)
+    assert len(starts) == traced > 0
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (1, 5), (4, 1)])
+def test_what_small_maps_do_not_define_is_none(grid):
+    rows = np.random.default_rng(0).standard_normal((2, grid[0] * grid[1], 8))
+    measures = joining.position_measures(rows, grid)
+    assert measures["two_dimensional"] == measures["raster"] == [None, None]
+    for name, values in (("reach", measures["reach"]), ("change", measures["change"][1:])):
+        assert all((x is None) == (rows.shape[1] < 3) for x in values), name
 
 
 def test_stages_have_their_own_maps():

@@ -76,11 +76,19 @@ def test_the_learning_rate_follows_the_batch_size(recipe, argument):
         ("dino", "variant=b", "variant must be one of vit_b, vit_l, swin_t, swin_s, swin_b"),
         ("mask_rcnn", "variant=b", "variant must be one of adapter_ti, adapter_s, not 'b'"),
         ("finetune", "path=y", "weights= is missing"),
+        ("digits", "resolutions=8+", r"resolutions=8\+: use sides in pixels joined by \+"),
+        ("resformer", "resolutions=224+0", r"resolutions=224\+0: use sides in pixels"),
     ],
 )
 def test_wrong_arguments_are_refused(name, arguments, message):
     with pytest.raises(cfg.ConfigError, match=message):
         recipe(name, arguments)
+
+
+def test_resformer_is_evaluated_at_the_published_sizes():
+    config = resolve_recipe("resformer", "resolutions=384+224+128")
+    sizes = [config.data.image_size, *config.eval.resolutions]
+    assert sorted(sizes) == [96, 128, 160, 192, 224, 288, 384, 448, 512]
 
 
 def create(config, classes):

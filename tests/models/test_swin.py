@@ -276,6 +276,11 @@ def test_larger_windows_extend_those_of_training(tmp_path):
     rope_jax.save_pretrained(trained, tmp_path)
     larger = rope_jax.create_model(tmp_path, image_size=96)
     assert [stage.position.border for stage in larger.stages] == [(3, 3), (3, 3)]
+    larger = rope_jax.create_model(tmp_path, image_size=96, window_size=6)
+    rope_jax.save_pretrained(larger, tmp_path / "larger")
+    for model in (larger, rope_jax.create_model(tmp_path / "larger")):
+        assert model.window == (6, 6)
+        assert [stage.position.border for stage in model.stages] == [(3, 3), (3, 3)]
     trained.scale_windows()
     trained.resize(32 * 6)
     bias, grid = network_bias(trained, 0, 1, (6, 6), border=[3, 3]), (48, 48)

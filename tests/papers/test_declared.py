@@ -131,6 +131,22 @@ def test_sizes_of_one_run_are_judged_and_drawn_once(tmp_path):
     assert lab.distinct_sides(run, (320, 384)) == [384]
 
 
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([0.2, 0.3, 0.5, 0.6], ["shown", "shown"]),
+        ([0.5, 0.9, 0.8, 0.4, 0.3, 0.6], ["refuted", "shown"]),  # the last layer alone
+        ([None, None], ["not tested", "not tested"]),
+    ],
+)
+def test_local_to_global_needs_a_trend_and_a_last_layer(tmp_path, monkeypatch, layers, words):
+    by_seed = {seed: ("run", {"reach": layers}) for seed in (0, 1)}
+    monkeypatch.setattr(Lab, "analyse", lambda *_: by_seed)
+    verdicts = ARTIFACTS["lape/figure_II"].verdicts(Lab("smoke", tmp_path))
+    assert [verdict["verdict"] for verdict in verdicts] == words
+    assert all(verdict["claim"].startswith("reach") for verdict in verdicts)
+
+
 def test_options_of_a_run_change_its_stand_in_unless_they_set_its_size(tmp_path):
     lab = Lab("small", tmp_path)
     runs = {run.options: run for run in ARTIFACTS["cat/table_4"].runs(lab)}

@@ -531,17 +531,21 @@ def test_coordinates_match_hdit(coords, name):
 # A phase of each pair (Heo et al., equation 16)
 
 
+@pytest.mark.parametrize("prefix", [0, 1])
 @pytest.mark.parametrize(
     "text",
-    ["rope1d", "rope2d", "rope_mixed", "axial_rope(k_rope=1)", "cat_rope", "eva02", "as2drope"],
+    [
+        *("rope1d", "rope2d", "rope2d(pairing=interleaved)", "rope3d", "rope_mixed", "as2drope"),
+        *("axial_rope(k_rope=1)", "axial_rope_v1", "cat_rope", "dinov3", "eva02"),
+    ],
 )
-def test_projections_learn_any_phase_of_a_rotation(text):
+def test_projections_learn_any_phase_of_a_rotation(text, prefix):
     """Logits Re(q conj(k) exp(i (theta_n - theta_m + phi))) are those of turned projections.
 
     Queries whose projection and bias are turned by phi in each pair of channels have them, and so
     have keys turned by -phi: a phase needs no parameter of its own.
     """
-    rotation = first_rotation(text)
+    rotation = first_rotation(text, prefix=prefix)
     theta = angles(rotation)
     theta = np.broadcast_to(theta, (HEADS, *theta.shape[1:]))
     length, pairs = theta.shape[1:]

@@ -13,9 +13,11 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import ConfigError, load_recipe, resolve
 from rope_jax.data.images.device import in_box
+from rope_jax.tasks import classification
 from rope_jax.tasks.classification import DISTANCES, Classification
 from rope_jax.training.optim import learning_rate_schedule
 from rope_jax.training.setup import prepare, training_batches
+from tests.models.small import fill, pictures
 from tests.parity import official
 from tests.parity.noise import noise
 from tests.training.recipe import tiny
@@ -139,6 +141,15 @@ def test_each_size_learns_from_the_next_larger_one():
     np.testing.assert_allclose(gradient, expected / 3, atol=1e-7)
 
 
+def test_logits_of_a_distilling_step_are_those_of_the_model():
+    options = {"width": 16, "heads": 2, "depth": 2, "num_classes": 3, "drop_path": 0.0}
+    model = fill(rope_jax.create_model("deit_ti16_distilled", image_size=32, **options))
+    images, config = pictures(32, 32), resolve({"data": {"more_sizes": (16,)}, "distill": "l2"})
+    logits, feature = classification._outputs(model, images, config, jax.random.key(0))
+    np.testing.assert_allclose(logits, model(images), rtol=1e-6)
+    np.testing.assert_allclose(feature, model.encode(images)[:, 0], rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", list(GOLDEN["cases"]))
@@ -189,6 +200,12 @@ def test_the_schedule_of_the_recipe_is_the_official_one(variant, golden):
     ("changes", "words"),
     [
         ({"distill": "l2"}, "distill=l2.*more_sizes"),
+        ({"distill_from": "tokens"}, "distill_from=tokens needs --config.distill"),
+        (
+            {"distill": "l2", "data__more_sizes": (32,), "data__image_size": 64}
+            | {"model__name": "ceit_t", "model__options": "width=48,heads=3,depth=1"},
+            "unlike ceit_t: use logits",
+        ),
         ({"data__more_sizes": (7,)}, "divisible.*more_sizes"),
         ({"data__more_sizes": (4,), "data__on_device": True}, "more_sizes.*on_device"),
     ],

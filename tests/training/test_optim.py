@@ -203,9 +203,13 @@ DECLARED = ("class_token", "position.parts.0.inner.embedding", "position.parts.1
 VECTORS = ("blocks.norm1.scale", "blocks.attn.qkv.bias", "position.parts.0.scale", "norm.bias")
 
 
+V2 = {"width": 8, "depths": (1,), "heads": (1,), "image_size": 64}
+
+
 @pytest.mark.parametrize(
     ("model", "exempt", "decayed", "not_decayed"),
     [
+        (("swinv2_t", V2), "norms", ("head.bias",), ("stages.0.blocks.0.attn.logit_scale",)),
         (SCANNED, "declared", ("blocks.attn.qkv.kernel",), (*DECLARED, *VECTORS)),
         (SCANNED, "vectors", ("blocks.attn.qkv.kernel", *DECLARED), VECTORS),
         (SCANNED, "nothing", ("blocks.attn.qkv.kernel", *DECLARED, *VECTORS), ()),
@@ -231,7 +235,7 @@ VECTORS = ("blocks.norm1.scale", "blocks.attn.qkv.bias", "position.parts.0.scale
             ),
         ),
     ],
-    ids=["declared", "vectors", "nothing", "norms"],
+    ids=["swinv2", "declared", "vectors", "nothing", "norms"],
 )
 def test_exemptions_from_decay(model, exempt, decayed, not_decayed):
     name, options = model

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.training import report
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.metrics import read_metrics
-from rope_jax.training.setup import initial_state, prepare
+from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.trees import tree_hash
 from tests.training.recipe import final_state, run, run_in_parts, tiny
 
@@ -48,6 +49,19 @@ def folder_settings(place):
         "batch_size": 32,
         "epochs": 2.5,
     }
+
+
+@pytest.mark.parametrize(("workers", "each"), [(0, 0), (2, 1), (7, 2)])
+def test_several_sizes_divide_workers_and_list_files_once(photographs, monkeypatch, workers, each):
+    changes = {"data__more_sizes": (8, 16), "data__workers": workers}
+    run, _ = prepare(tiny(**folder_settings(photographs) | changes))
+    for name in ("load", "batches", "SeveralSizes"):
+        monkeypatch.setattr(data, name, unittest.mock.Mock())
+    training_batches(run, 0)
+    calls = data.batches.call_args_list
+    assert [call.kwargs["workers"] for call in calls] == [each] * 3
+    assert [call.args[0].size for call in calls] == [(12, 12), (8, 8), (16, 16)]
+    data.load.assert_not_called()
 
 
 def test_runs_on_files_resume_bit_for_bit_and_record_protocols(

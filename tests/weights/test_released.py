@@ -147,6 +147,20 @@ def test_weights_of_other_dilations_are_refused():
     load_weights(rope_jax.create_model("nat_isotropic_s16", dilation=2, **small), file)
 
 
+def test_published_windows_are_those_from_which_other_windows_extend():
+    small = {"width": 8, "depths": (1, 1), "heads": (1, 1), "num_classes": 2, "image_size": 48}
+    model = rope_jax.create_model("swinv2_t", **small)
+    arrays = export_state_dict(model, source="timm")
+    shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    file = find_weights("swinv2_t", True).describe(WeightsFile(shapes, arrays.get))
+    other = rope_jax.create_model("swinv2_t", pretrained=file, window_size=6, **small)
+    assert [stage.position.border for stage in other.stages] == [(7, 7), (7, 7)]
+    create = lambda **options: rope_jax.create_model("swinv2_t", **small | options)
+    with pytest.raises(ValueError, match="window_size is 8 there and 6 here"):
+        load_weights(create(window_size=6), file)
+    load_weights(create(window_size=None, image_size=256), file)  # a thirty-second is 8
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
