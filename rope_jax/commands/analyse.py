@@ -3,7 +3,7 @@
     python -m rope_jax.analysis attention runs/digits
     python -m rope_jax.analysis maps --model=deit_s16 --weights=deit_s.safetensors --images=cat.jpg
     python -m rope_jax.analysis fourier --model=deit3_s16 --position=rope2d,rope_mixed
-    python -m rope_jax.analysis joining --model=deit_ti16 "--position=ape,lape(ape)" --images=cat.jpg
+    python -m rope_jax.analysis joining --model=deit_ti16 "--position=ape,lape(ape)" --images=DIR
     python -m rope_jax.analysis costs --model=swin_t --positions none rpb axial_rope rope_mixed
 
 Each command writes its figures to NAME.json and its plots to .png files in the folder --out, by

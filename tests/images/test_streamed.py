@@ -559,7 +559,7 @@ def test_sets_of_huggingface_equal_their_folder(tmp_path, monkeypatch):
     for name, split in itertools.product(("saved", "parquet"), sets):
         other = load("huggingface", str(tmp_path / name), split, (12, 12)).source
         expect_equal(other, Folder(str(tmp_path / "folder"), split))
-    with pytest.raises(FileNotFoundError, match="no split validation .* it has train"):
+    with pytest.raises(FileNotFoundError, match=r"no split validation .* it has train"):
         load("huggingface", str(tmp_path / "one"), "test", 12)
     sets["test"].remove_columns("label").save_to_disk(tmp_path / "unlabelled")
     with pytest.raises(ValueError, match="0 features of the type ClassLabel"):

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`: a folder that it saved, or Parquet files. No downloads."""
+"""Data sets of Hugging Face's `datasets`, saved to a folder, or Parquet files; no downloads."""
 
 import functools
 from pathlib import Path
@@ -30,9 +30,7 @@ class HuggingFace(Source):
     def __init__(self, path: str, split: str):
         self._path, self._split = str(Path(path).resolve()), split
         features = self._rows.features
-        self._image, self._label = (
-            _only(features, kind, path) for kind in ("Image", "ClassLabel")
-        )
+        self._image, self._label = (_only(features, kind, path) for kind in ("Image", "ClassLabel"))
         files = sorted(file for file in Path(path).rglob("*") if file.is_file())
         facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         key = " ".join(map(str, (1, self._path, split, facts)))
