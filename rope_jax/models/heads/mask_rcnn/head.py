@@ -195,8 +195,9 @@ class MaskRcnn(Head):
                 "the head 'mask_rcnn' samples boxes from its targets, which need masks, and a key: "
                 "call it with targets=Targets(boxes, labels, masks) and key=jax.random.key(...)"
             )
-        batch = maps[0].shape[0]
-        stride = _find_stride(maps[0].shape[1:3], image_size)
+        batch, rows, columns, _ = maps[0].shape
+        self.check_maps([(rows, columns)], image_size)
+        stride = image_size[0] // rows
         maps = self.pyramid(maps)
         levels = self.anchor_head(maps)
         extent = extents(extent, image_size, batch)
@@ -218,7 +219,14 @@ class MaskRcnn(Head):
         return self.predict_samples(regions, levels, example, jnp.concatenate(anchors), stride)
 
     def check_maps(self, sizes: Sequence[Grid], image_size: Grid) -> None:
-        _find_stride(sizes[0], image_size)
+        (height, width), (rows, columns) = image_size, sizes[0]
+        stride = height // rows
+        if not stride or (height, width) != (stride * rows, stride * columns):
+            raise ValueError(
+                "the head 'mask_rcnn' takes images whose sides are a whole multiple of those of "
+                f"its first map, but {height}x{width} pixels have one of {rows}x{columns} cells: "
+                "use a patch size that is a multiple of 4, or another image size"
+            )
 
     def propose(
         self,
@@ -319,19 +327,6 @@ class MaskRcnn(Head):
         right = (predictions.logits.argmax(axis=-1) == labels) & used
         value = sum(region_losses(predictions).values())
         return value, right.sum() / jnp.maximum(used.sum(), 1)
-
-
-def _find_stride(size: Grid, image_size: Grid) -> int:
-    """The pixels of a cell of the finest map, of (rows, columns)."""
-    stride = image_size[0] // size[0]
-    if not stride or (stride * size[0], stride * size[1]) != tuple(image_size):
-        (height, width), (rows, columns) = image_size, size
-        raise ValueError(
-            "the head 'mask_rcnn' takes images whose sides are a whole multiple of those of its "
-            f"first map, but {height}x{width} pixels have one of {rows}x{columns} cells: use a "
-            "patch size that is a multiple of 4, or another image size"
-        )
-    return stride
 
 
 def _each_image(function: Callable, images: Any, shared: Any) -> Any:
