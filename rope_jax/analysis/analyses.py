@@ -26,6 +26,8 @@ from rope_jax.analysis.joining import (
     PARTS,
     SHARES,
     TERMS,
+    NotDescribed,
+    check_described,
     measure_joining,
     position_measures,
 )
@@ -209,7 +211,8 @@ def joining(
 ) -> Results:
     """Tokens and absolute positions in each layer (LaPE, equations 1 to 3), and their reach.
 
-    See `rope_jax.analysis.joining`. Models of several stages have the reach alone.
+    See `rope_jax.analysis.joining`. Models that the equations do not describe, as those of several
+    stages, have the reach alone.
 
     Args:
         loaded: the model.
@@ -219,12 +222,17 @@ def joining(
         count: number of images
         batch_size: images in a step
     """
-    stages = stage_positions(loaded.model, image_pair(resolution or loaded.image_size))
+    size = image_pair(resolution or loaded.image_size)
+    stages = stage_positions(loaded.model, size)
     results: Results = {}
     for grid, rows in stages:
         for name, values in position_measures(rows, grid).items():
             results.setdefault(name, []).extend(values)
-    if len(loaded.model.parts()) == 1:
+    try:
+        check_described(loaded.model, size)
+    except NotDescribed as error:
+        print(f"the reach alone: {error}", file=sys.stderr)
+    else:
         batches = image_batches(loaded, images, resolution, count, batch_size)
         measured = [(measure_joining(loaded.model, x), len(x)) for _, x in batches]
         weights = [number for _, number in measured]

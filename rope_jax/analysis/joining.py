@@ -44,6 +44,10 @@ TERMS = ("token-token", "token-position", "position-token", "position-position")
 SHARES = tuple(f"fraction of {term}" for term in TERMS)
 
 
+class NotDescribed(ValueError):
+    """Equations 2 and 3 do not describe a model."""
+
+
 def lambdas(x: Rows, embedding: Rows, epsilon: float) -> Float[np.ndarray, "3 L"]:
     """lambda_1, lambda_2 and lambda_3 of each token (equation 2).
 
@@ -191,9 +195,9 @@ def measure_joining(
         of the four TERMS of the logits, and the SHARES of these.
 
     Raises:
-        ValueError: the equations do not describe the model's layers or scheme.
+        NotDescribed: the equations do not describe the model's layers or scheme.
     """
-    terms, once, by_layer = _check(model, images.shape[1:3])
+    terms, once, by_layer = check_described(model, images.shape[1:3])
     blocks = list_blocks(model.blocks, model.options.depth)
     results = []
     for layer, (block, stream) in enumerate(zip(blocks, _streams(model, images), strict=True)):
@@ -211,10 +215,14 @@ def measure_joining(
     return {name: np.stack([result[name] for result in results]) for name in results[0]}
 
 
-def _check(
+def check_described(
     model: nnx.Module, size: Grid
 ) -> tuple[Terms, Rows | None, Float[np.ndarray, "..."] | None]:
-    """The terms of a model's layers and its `embeddings`, if the equations describe the layers."""
+    """The terms of a model's layers and its `embeddings`.
+
+    Raises:
+        NotDescribed: the equations do not describe the model's layers or scheme.
+    """
     problems = {"is not isotropic": not isinstance(model, ViT)}
     if isinstance(model, ViT):
         (grid,), position, options = model.grids(size), model.position, model.options
@@ -230,7 +238,7 @@ def _check(
             "adds no embedding to the tokens": once is None and by_layer is None,
         }
     if problem := next((words for words, holds in problems.items() if holds), None):
-        raise ValueError(
+        raise NotDescribed(
             f"equations 2 and 3 do not describe {model.name} with {model.notation}, which "
             f"{problem}: use a model like deit_s16 with ape or lape(ape)"
         )
