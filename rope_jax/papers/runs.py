@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Literal
@@ -119,7 +120,7 @@ class StandIn:
         model: whose options are changed.
         tiny, small: these options at the scales smoke and small.
         side: of the training images in pixels, where the paper has 224 (CCT: 32).
-        tile: test sides are its multiples.
+        tile: test sides are its multiples; None for half, one or two times the training side.
     """
 
     family: str
@@ -127,7 +128,7 @@ class StandIn:
     tiny: str
     small: str
     side: int = 32
-    tile: int = 8
+    tile: int | None = 8
 
     def size(self, side: int, trained: int) -> int:
         """The test size in place of a paper's, in pixels.
@@ -135,6 +136,8 @@ class StandIn:
         >>> stand_in("deit3_b16").size(384, 224)
         56
         """
+        if self.tile is None:
+            return int(self.side * 2.0 ** round(math.log2(side / trained)))
         return max(1, round(self.side * side / trained / self.tile)) * self.tile
 
     def on_photographs(self) -> "StandIn":
