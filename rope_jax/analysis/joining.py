@@ -67,16 +67,14 @@ def logit_terms(
     kernel: Float[np.ndarray, "C 2*C"],
     bias: Float[np.ndarray, " 2*C"] | float,
     heads: int,
-    scale: float,
     rotation: Rotation | None = None,
 ) -> Float[np.ndarray, "4 N L L"]:
-    """The logits of a layer in the four TERMS, which add up to them (equation 3).
+    """The products of queries and keys in the four TERMS, which add up to them (equation 3).
 
     Args:
         tokens, positions: the two parts of the input of queries and keys.
         kernel, bias: of the projection to queries and keys; the bias goes with the tokens.
         heads: N.
-        scale: factor on the logits.
         rotation: of the queries and keys of both parts, or None.
     """
     parts = np.stack([tokens @ kernel + bias, positions @ kernel])
@@ -85,7 +83,7 @@ def logit_terms(
         q, k = rotate(jnp.asarray(q), jnp.asarray(k), rotation)
     q, k = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k))
     pairs = itertools.product(q, k)
-    return np.stack([a @ b.swapaxes(-1, -2) for a, b in pairs]) * scale
+    return np.stack([a @ b.swapaxes(-1, -2) for a, b in pairs])
 
 
 def term_sizes(terms: Float[np.ndarray, "4 N L L"]) -> tuple[np.ndarray, np.ndarray]:
@@ -278,8 +276,9 @@ def _measure_image(
     kernel, bias = np.asarray(attention.qkv.kernel[...], np.float64), attention._bias()
     bias = 0.0 if bias is None else np.asarray(bias, np.float64)[:both]
     scale = attention.scale or (x.shape[-1] // attention.heads) ** -0.5
-    settings = (attention.heads, scale * terms.logit_scale, terms.rotation)
-    sizes, fractions = term_sizes(logit_terms(normalised, added, kernel[:, :both], bias, *settings))
+    projection = (kernel[:, :both], bias, attention.heads)
+    products = logit_terms(normalised, added, *projection, terms.rotation)
+    sizes, fractions = term_sizes(scale * terms.logit_scale * products)
     size = lambda part: np.mean(part[prefix:] ** 2) ** 0.5
     values |= dict(zip(PARTS, (size(tokens), size(added)), strict=True))
     values |= dict(zip(TERMS, sizes.mean(-1), strict=True))

@@ -232,7 +232,7 @@ class Lab:
             length = f"--config.epochs={epochs}" if epochs else "--config.steps=3"
             words = [f"--config={recipe}:{arguments}", length]
             words += [f"--config.init_from={self.run_folder(before, seed)}"]
-            words += ["--config.eval.resolutions=()", "--config.optim.warmup_epochs=0.0"]
+            words += ["--config.eval.resolutions=()", "--config.optim.warmup_steps=0"]
             if task == "segment":
                 words += [f"--config.model.head={_HEADS.get(small.family, 'linear(cells=8)')}"]
             elif self.scale == "smoke":

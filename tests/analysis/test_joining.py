@@ -80,7 +80,7 @@ def test_equations_match_the_golden_numbers(name):
         kernel = np.concatenate([arrays["w_q"][layer], arrays["w_k"][layer]], axis=1)
         biases = np.concatenate([arrays["b_q"][layer], arrays["b_k"][layer]])
         scale = (case["channels"] / heads) ** -0.5
-        terms = joining.logit_terms(tokens, positions, kernel, biases, heads, scale)
+        terms = scale * joining.logit_terms(tokens, positions, kernel, biases, heads)
         sizes, fractions = joining.term_sizes(terms)
         np.testing.assert_allclose(sizes.mean(-1), golden["term_rms_mean_of_heads"], rtol=1e-10)
         np.testing.assert_allclose(
