@@ -537,7 +537,7 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
 
 
 def test_sets_of_huggingface_equal_their_folder(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `data`)")
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `datasets`)")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     written = write_folder(tmp_path / "folder")
     classes = datasets.ClassLabel(names=["n00000001", "n00000002"])

@@ -63,7 +63,7 @@ class HuggingFace(Source):
             import datasets
         except ImportError as error:
             raise ValueError(
-                "data source 'huggingface' needs datasets: pip install 'rope_jax[data]'"
+                "data source 'huggingface' needs datasets: pip install 'rope_jax[datasets]'"
             ) from error
 
         datasets.disable_progress_bars()
