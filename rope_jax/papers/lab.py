@@ -223,7 +223,7 @@ class Lab:
             ]
             of_family = lambda name: stand_in(name.split()[-1]) == stand_in(run.model)
             family = [at for name, at in self.sizes.items() if of_family(name)]
-            sides = {small.size(side, 224) for at in family for side in at}
+            sides = {self.test_size(run, side) for at in family for side in at}
             words.append(self._resolutions(sorted(sides), small.side))
         else:
             recipe = {"segment": "scenes", "detect": "scenes_boxes", "mask": "scenes_masks"}[task]
