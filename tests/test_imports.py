@@ -63,7 +63,7 @@ FLOORS = {
     "rope_jax.positions": ("rope_jax_kernels names", f"{ARRAYS} flax scipy.interpolate"),
     "rope_jax.data": (
         "names",
-        f"{ARRAYS} PIL absl grain pycocotools scipy sklearn tensorflow_datasets",
+        f"{ARRAYS} PIL absl datasets grain pycocotools scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.models": ("positions", f"{ARRAYS} flax optax"),
     "rope_jax.config": ("names", "ml_collections"),
@@ -157,6 +157,7 @@ def test_all_forms_of_imports_are_found():
 
 
 HEAVY = [
+    "datasets",
     "tensorflow",
     "tensorflow_datasets",
     "grain",
