@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from rope_jax.positions.initializers import (
     linear_init,
     normal_init,
 )
+from rope_jax.system.cores import multiplies_bfloat16
 from rope_jax.system.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
@@ -81,11 +82,29 @@ def _affine_backward(
     kept: tuple[Array, Array, Array | None], d_out: Array
 ) -> tuple[Array, Array, Array | None]:
     x, kernel, bias = kept
-    d_kernel = jax.lax.dot_general(
-        x, d_out, (((0,), (0,)), ((), ())), preferred_element_type=kernel.dtype
-    )
+    d_kernel = _contract(x, d_out, 0, kernel.dtype)
     d_bias = None if bias is None else d_out.sum(0, dtype=bias.dtype)
-    return d_out @ kernel.astype(x.dtype).T, d_kernel, d_bias
+    return _contract(d_out, kernel.astype(x.dtype), 1, x.dtype), d_kernel, d_bias
+
+
+def _contract(a: Array, b: Array, axis: int, dtype: Any) -> Array:
+    """The product of two matrices over this axis of both, in bfloat16 as fast as a @ b.
+
+    Of products of matrices, XLA's CPU compiler computes only a @ b with a CPU's instructions for
+    bfloat16, the others in float32. Operands with two contracted axes are transposed to that form.
+    """
+
+    def product(a: Array, b: Array, *axes: int) -> Array:
+        return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), preferred_element_type=dtype)
+
+    def product_of_halves(a: Array, b: Array) -> Array:
+        halves = (x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :]) for x in (a, b))
+        return product(*halves, axis, axis + 1)
+
+    whole = lambda a, b: product(a, b, axis)
+    if a.dtype != jnp.bfloat16 or a.shape[axis] % 2 or not multiplies_bfloat16():
+        return whole(a, b)
+    return jax.lax.platform_dependent(a, b, cpu=product_of_halves, default=whole)
 
 
 affine.defvjp(_affine_forward, _affine_backward)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ _MALLOPT = {
     # More than a thread's heap of 64 MiB, which stays when it is empty.
     "TOP_PAD": (-2, (2**27,)),
 }
+_CPU = pathlib.Path("/proc/cpuinfo")
 _LIMITS = pathlib.Path("/sys/fs/cgroup")
 _OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
 
@@ -26,6 +28,14 @@ def cores() -> int:
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min([allowed or 1, *_limits()]))
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products in bfloat16; False where Linux cannot tell."""
+    with contextlib.suppress(OSError):
+        return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_CPU.read_text().split())
+    return False
 
 
 def _limits() -> Iterator[int]:

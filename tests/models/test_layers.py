@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rope_jax.models import layers
 from rope_jax.models.layers import PatchProjection, dropout, layer_dtypes, layer_norm, linear
 
 
@@ -29,9 +30,11 @@ def make_layer(kind, dtype):
     return lambda params, x: nnx.merge(graph, params, rest)(x), params, images, d_out
 
 
+@pytest.mark.parametrize("instructions", [False, True])
 @pytest.mark.parametrize("kind", ["bias", "no bias", "patches"])
-def test_parameter_gradients_are_summed_in_float32(kind, x64):
+def test_parameter_gradients_are_summed_in_float32(kind, instructions, x64, monkeypatch):
     """Gradients of a bfloat16 layer are the exact ones of its rounded inputs."""
+    monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: instructions)
     call, params, images, d_out = make_layer(kind, jnp.bfloat16)
     images, d_out = (jnp.asarray(x, jnp.bfloat16) for x in (images, d_out))
     out, pull = jax.vjp(call, params, images)
@@ -50,6 +53,23 @@ def test_parameter_gradients_are_summed_in_float32(kind, x64):
         np.testing.assert_allclose(
             np.asarray(result, np.float64), reference, rtol=0, atol=2**-7 * np.abs(reference).max()
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "halves"),
+    [("bfloat16", "cpu", True), ("bfloat16", "cuda", False), ("float32", "cpu", False)],
+)
+def test_products_in_bfloat16_have_the_form_that_is_fast_on_a_cpu(
+    dtype, platform, halves, monkeypatch
+):
+    monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: True)
+    x, kernel, d_out = (jnp.ones(shape, dtype) for shape in ((6, 4), (4, 2), (6, 2)))
+    layer = lambda x, kernel: layers.affine(x, kernel, None)
+    backward = jax.jit(lambda x, kernel, d_out: jax.vjp(layer, x, kernel)[1](d_out))
+    lowered = backward.trace(x, kernel, d_out).lower(lowering_platforms=(platform,))
+    text = lowered.as_text()
+    assert text.count("contracting_dims = [0, 1] x [0, 1]") == halves
+    assert text.count("contracting_dims = [1, 2] x [1, 2]") == halves
 
 
 def apply_normalized(dtype, params, x, *, apart):
