@@ -250,7 +250,7 @@ class Maps(Lines):
             made += layer_cells(lab, run, self._layers(lab, run))
         return made
 
-    def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, np.ndarray]]]:
+    def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, list[list[float]]]]]:
         tokens = lab.tokens or self.tokens
         name = f"{self.name}_{zlib.crc32(str(tokens).encode()):08x}"
         return lab.analyse(run, name, lambda loaded: self.maps(loaded, tokens))
