@@ -238,14 +238,14 @@ def joining(
         weights = [number for _, number in measured]
         for name in measured[0][0]:
             results[name] = np.average([x[name] for x, _ in measured], axis=0, weights=weights)
-    curves = {name: values for name, (values, _) in _joining_curves(results).items()}
+    curves = _joining_curves(results)
     lines: dict[str, Any] = {}
-    for name, (values, panel) in _joining_curves(results).items():
+    for name, (values, panel) in curves.items():
         lines.setdefault(panel, {})[name] = values
     plots.curves_by_panel(lines, {}, _png(stem), title=loaded.title, x="layer", y="")
     cell = lambda values, layer: f"{values[layer]:.3f}" if layer in values else "-"
     layers = range(1, len(results["reach"]) + 1)
-    table = [(str(n), *(cell(values, n) for values in curves.values())) for n in layers]
+    table = [(str(n), *(cell(values, n) for values, _ in curves.values())) for n in layers]
     print(format_table(("layer", *curves), table))
     results |= _correlation_maps(stages)
     correlation_together({"": results}, stem.with_name(f"{stem.name}_maps"), loaded.title)

@@ -68,8 +68,7 @@ class DataConfig:
     source: str = _setting(
         "digits",
         "digits, scenes, npz, idx, folder, tfds, huggingface, packed, imagenet, masks, ade20k or "
-        "coco, see "
-        "rope_jax.data.load",
+        "coco, see rope_jax.data.load",
     )
     path: str | None = _setting(
         None, "file or folder of the source; none for digits and scenes", resumable=True

@@ -73,7 +73,7 @@ class Lab:
         count: test images of analyses; None for the scale's.
         epochs: of training at the scale small, instead of the default.
         plugins: of the user.
-        tokens: places (y, x) as shares of the map, instead of those of a figure of maps.
+        tokens: places (y, x) as fractions of the map, instead of those of a figure of maps.
         limit: images of each evaluation at the scale released; None for all.
         only: models, schemes or options of the rows and lines to make; none for all.
     """
