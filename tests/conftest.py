@@ -52,6 +52,7 @@ def compiles_quickly() -> bool:
 def pytest_addoption(parser):
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run one in N tests")
     parser.addoption("--sample-seed", default="", metavar="TEXT", help="what draws them")
+    parser.addoption("--peers", action="store_true", help="tests/aot: compile other libraries, too")
 
 
 def pytest_configure(config):

@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.layers import LayerNorm, linear, unit
+from rope_jax.models.layers import LayerNorm, LayerScale, linear, unit
 from rope_jax.positions import Position, Terms
+from rope_jax.positions.batch import add
 from rope_jax.system.sharding import over_batch
 from rope_jax_kernels import (
     Global,
@@ -138,6 +139,7 @@ class SelfAttention(nnx.Module):
         drop: float = 0.0,
         key: Array | None = None,
         norm: LayerNorm | None = None,
+        scale: LayerScale | None = None,
     ) -> Float[Array, "B L C"]:
         """Returns the output tokens.
 
@@ -150,10 +152,11 @@ class SelfAttention(nnx.Module):
             drop: dropout rate of the weights of global attention, after the softmax.
             key: for dropout; None (evaluation) drops nothing.
             norm: layer norm of the tokens before attention, or None.
+            scale: of the output, or None.
         """
         batch, tokens, features = x.shape
         if terms.add is not None:  # to what is normalised
-            x = (x if norm is None else norm(x)) + terms.add.astype(x.dtype)
+            x = add(x if norm is None else norm(x), terms.add)
             norm = None
         bias = terms.bias
         if isinstance(pattern, Global):
@@ -162,24 +165,22 @@ class SelfAttention(nnx.Module):
                 bias = _spread(bias, grid, tokens - grid[0] * grid[1])
         else:
             places = grid
-        qkv = self.qkv(x, norm)
-        if self.qv_bias is not None:
-            qkv += self._bias().astype(qkv.dtype)
+        qkv = self.qkv(x, norm, bias=self._bias() if self.qv_bias is not None else None)
         qkv = qkv.reshape(batch, *places, 3 * features)
         if isinstance(pattern, PaddedWindow | PaddedNeighborhood):
             filling = self._bias() if pattern.padding == "tokens" else None
             qkv = _pad_map(qkv, pattern.padded_size(grid), filling)
         qkv = self.prepare(qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads))
-        scale = self.scale
+        logit_scale = self.scale
         if terms.logit_scale != 1:  # a number, as kernels take it
-            base_scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-            scale = base_scale * terms.logit_scale
+            base_scale = qkv.shape[-1] ** -0.5 if logit_scale is None else logit_scale
+            logit_scale = base_scale * terms.logit_scale
         if key is not None and drop > 0:  # one mask for the whole batch; no kernel supports it
             attend = functools.partial(_dropping_attention, drop=drop, key=key)
             shared = (terms.rotation, bias, terms.transform)
-            out = _attend(qkv, shared, attend=attend, scale=scale)
+            out = _attend(qkv, shared, attend=attend, scale=logit_scale)
         else:
-            attend = functools.partial(_attend_packed, pattern=pattern, scale=scale)
+            attend = functools.partial(_attend_packed, pattern=pattern, scale=logit_scale)
             pairs = attended_pairs(pattern, grid, tokens - grid[0] * grid[1])
             stated = f"{ATTENTION_PRODUCT}{pairs * features}"
             with jax.named_scope("attention"), jax.named_scope(stated):
@@ -192,7 +193,7 @@ class SelfAttention(nnx.Module):
         # shape of tokens, for that of the projection, also in a scan.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(out: Array) -> Array:
-            return self.proj(out.reshape(batch, tokens, features))
+            return self.proj(out.reshape(batch, tokens, features), scale=scale)
 
         return project(out)
 

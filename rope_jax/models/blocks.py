@@ -1,5 +1,6 @@
 """Transformer blocks, and running a stage of them: one by one, or in a scan over layers."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import CosineAttention, SelfAttention
-from rope_jax.models.layers import FEED_FORWARD, layer_norm, layer_scale
+from rope_jax.models.layers import FEED_FORWARD, PRODUCT, layer_norm, layer_scale
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern
@@ -65,13 +66,17 @@ class Block(nnx.Module):
             key: for drop path; None (evaluation) drops nothing.
         """
         keys = (None, None) if key is None else jax.random.split(key)
-        post = self.post_norm
-        branch = self.attn(x, grid, pattern, terms, norm=None if post else self.norm1)
-        branch = self.norm1(branch) if post else branch
-        x = x + drop_path(branch if self.scale1 is None else self.scale1(branch), drop, keys[0])
-        branch = self.mlp(x, None if post else self.norm2)
-        branch = self.norm2(branch) if post else branch
-        return x + drop_path(branch if self.scale2 is None else self.scale2(branch), drop, keys[1])
+        attend = functools.partial(self.attn, grid=grid, pattern=pattern, terms=terms)
+        x = x + drop_path(self._branch(attend, x, self.norm1, self.scale1), drop, keys[0])
+        return x + drop_path(self._branch(self.mlp, x, self.norm2, self.scale2), drop, keys[1])
+
+    def _branch(
+        self, run: Callable, x: Array, norm: nnx.Module, scale: nnx.Module | None
+    ) -> Float[Array, "B L C"]:
+        if not self.post_norm:
+            return run(x, norm=norm, scale=scale)
+        branch = norm(run(x))
+        return branch if scale is None else scale(branch)
 
 
 def drop_path(
@@ -167,6 +172,17 @@ def list_blocks(blocks: nnx.List | nnx.Module, depth: int) -> nnx.List:
 
 RunBlocks = Callable[[Float[Array, "B L C"], range], Float[Array, "B L C"]]
 """Runs the blocks of these numbers, which follow each other, on tokens."""
+REMAT = ("blocks", "dots")
+"""What the backward pass recomputes: see `ViTOptions`."""
+
+
+def rematerialize(run_block: Callable, remat: str | None, static: int) -> Callable:
+    """Lets the backward pass recompute a block; `static` is the number of a constant argument."""
+    if remat is None:
+        return run_block
+    # jax's own policies do not see the products, which are inside functions with a custom gradient.
+    policy = jax.checkpoint_policies.save_only_these_names(PRODUCT) if remat == "dots" else None
+    return jax.checkpoint(run_block, policy=policy, static_argnums=static)
 
 
 def prepare_blocks(
@@ -182,7 +198,7 @@ def prepare_blocks(
 
     Args:
         part: of a backbone, with `blocks` from `make_blocks`, which are called as `Block` is, their
-            `position`, and `rates`, the drop-path rate of each.
+            `position`, `rates`, the drop-path rate of each, and `remat`.
         grid: (H, W).
         patterns: attention pattern of each layer.
         position_key: for schemes that augment coordinates in training, or None.
@@ -200,13 +216,17 @@ def prepare_blocks(
     if not isinstance(blocks, nnx.List):
         return _prepare_scan(part, grid, patterns, terms, keys)
 
+    def run_layer(x: Array, layer: int) -> Array:
+        layer_terms = terms[type(patterns[layer])].layer(layer)
+        layer_key = None if keys is None else keys[layer]
+        extra = () if extras is None else extras[layer]
+        return blocks[layer](x, grid, patterns[layer], layer_terms, rates[layer], layer_key, *extra)
+
+    run_layer = rematerialize(run_layer, part.remat, static=1)
+
     def run(x: Array, layers: range) -> Array:
         for layer in layers:
-            layer_terms = terms[type(patterns[layer])].layer(layer)
-            layer_key = None if keys is None else keys[layer]
-            extra = () if extras is None else extras[layer]
-            arguments = (patterns[layer], layer_terms, rates[layer], layer_key)
-            x = position.mix(blocks[layer](x, grid, *arguments, *extra), grid, layer)
+            x = position.mix(run_layer(x, layer), grid, layer)
         return x
 
     return run
@@ -241,6 +261,8 @@ def _prepare_scan(
         slices = dict(zip(terms, values, strict=True))[type(pattern)]
         layer_terms = terms[type(pattern)].with_layer(slices)
         return nnx.merge(graph, state)(x, grid, pattern, layer_terms, rate, key)
+
+    run_layer = rematerialize(run_layer, part.remat, static=2)
 
     def run(x: Array, layers: range) -> Array:
         first = layers[0]

@@ -38,6 +38,7 @@ from rope_jax.models.registry import check_blocks, register
 from rope_jax.models.vit import PLAIN, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive
 from rope_jax.positions import Terms, grids
+from rope_jax.positions.batch import add
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern, Rotation, rotate
 
@@ -244,7 +245,7 @@ class CrossAxisAttention(nnx.Module):
         if terms.logit_scale != 1:
             raise ValueError(_NO_TEMPERATURE)
         if terms.add is not None:
-            x = x + terms.add.astype(x.dtype)
+            x = add(x, terms.add)
         if imprint is not None and not self.late:
             x = x + imprint
         q, k, v = jnp.split(self.qkv(x), 3, axis=-1)

@@ -59,7 +59,9 @@ class CeiTOptions(ViTOptions):
         "k_bias",
         "feed_forward",
         *PLAIN,
-        "scan_layers",  # a scan would have to collect class tokens and statistics of all layers
+        # Both would have to collect class tokens and statistics of all layers.
+        "scan_layers",
+        "remat",
     )
 
     def __post_init__(self):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from rope_jax.positions.grids import Grid
@@ -23,6 +24,8 @@ from rope_jax.system.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables stored in weight files: trained parameters and running statistics."""
+PRODUCT = "product"
+"""Name of the outputs of dense layers, for policies of `jax.checkpoint`."""
 SUM_OF_PRODUCTS = "sum_of_products"
 """Scope of products that are not matrix products, which `models.cost` counts."""
 
@@ -34,13 +37,17 @@ class Linear(nnx.Linear):
     """
 
     def __call__(
-        self, x: Float[Array, "... I"], norm: "LayerNorm | None" = None
+        self,
+        x: Float[Array, "... I"],
+        norm: "LayerNorm | None" = None,
+        scale: "LayerScale | None" = None,
+        bias: Float[Array, " O"] | None = None,
     ) -> Float[Array, "... O"]:
-        """Returns the layer's output for x, or for norm(x).
+        """Returns scale(norm(x) @ kernel + bias); `bias` is for layers without their own.
 
         In mixed precision the norm's scale and bias act on the kernel and bias: (h * s + b) @ W =
-        h @ (s * W) + b @ W. Their gradients then follow from those of kernel and bias, and need no
-        sums over all rows.
+        h @ (s * W) + b @ W, and `scale` does, too. Their gradients then follow from those of kernel
+        and bias, and need no sums over all rows.
         """
         mixed = self.dtype != self.kernel.dtype
         if norm is not None and not mixed:
@@ -48,15 +55,20 @@ class Linear(nnx.Linear):
         rows = by_example(x).reshape(-1, x.shape[-1])
         if not mixed:
             out = super().__call__(rows)
+            out = out if bias is None else out + bias
+            out = out if scale is None else scale(out)
         else:
-            kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+            kernel, bias = self.kernel[...], bias if self.bias is None else self.bias[...]
             if norm is not None:
                 rows = standardize(rows, norm.epsilon)
                 shift = (norm.bias[...][:, None] * kernel).sum(axis=0)
                 bias = shift if bias is None else bias + shift
                 kernel = norm.scale[...][:, None] * kernel
+            if scale is not None:
+                kernel = kernel * scale.gamma[...]
+                bias = None if bias is None else bias * scale.gamma[...]
             out = affine(rows.astype(self.dtype), kernel, bias)
-        return by_example(out.reshape(*x.shape[:-1], -1))
+        return checkpoint_name(by_example(out.reshape(*x.shape[:-1], -1)), PRODUCT)
 
 
 @jax.custom_vjp
@@ -308,9 +320,12 @@ class Mlp(nnx.Module):
         self.fc2 = make(hidden, features, rngs=rngs, dtypes=dtypes)
 
     def __call__(
-        self, x: Float[Array, "... C"], norm: LayerNorm | None = None
+        self,
+        x: Float[Array, "... C"],
+        norm: LayerNorm | None = None,
+        scale: "LayerScale | None" = None,
     ) -> Float[Array, "... C"]:
-        return self.fc2(self.activation(self.fc1(x, norm)))
+        return self.fc2(self.activation(self.fc1(x, norm)), scale=scale)
 
 
 class SwiGLU(nnx.Module):
@@ -326,10 +341,13 @@ class SwiGLU(nnx.Module):
         self.fc2 = linear(hidden, features, rngs=rngs, dtypes=dtypes)
 
     def __call__(
-        self, x: Float[Array, "... C"], norm: LayerNorm | None = None
+        self,
+        x: Float[Array, "... C"],
+        norm: LayerNorm | None = None,
+        scale: "LayerScale | None" = None,
     ) -> Float[Array, "... C"]:
         gate, value = jnp.split(self.fc1(x, norm), 2, axis=-1)
-        return self.fc2(jax.nn.silu(gate) * value)
+        return self.fc2(jax.nn.silu(gate) * value, scale=scale)
 
 
 FEED_FORWARD = {"mlp": Mlp, "swiglu": SwiGLU}

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_windows
 from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
+    REMAT,
     Block,
     declare,
     declare_tables,
@@ -66,6 +67,7 @@ class HierarchyOptions(Options):
         drop_path: probability of dropping a residual branch in training, linear from 0 in the
             first block to this in the last.
         scan_layers: run each stage's blocks in a scan, see `ViTOptions`.
+        remat: what the backward pass recomputes of the blocks, see `ViTOptions`.
     """
 
     width: Count = 96
@@ -81,6 +83,7 @@ class HierarchyOptions(Options):
     last_norm: bool = True
     drop_path: Rate = 0.2
     scan_layers: bool = False
+    remat: Literal[*REMAT, None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -154,8 +157,9 @@ class HierarchyStage(nnx.Module):
         rates: tuple[float, ...],
         blocks: nnx.List | nnx.Module,
         downsample: nnx.Module | None,
+        remat: str | None,
     ):
-        self.position, self.rates = position, rates
+        self.position, self.rates, self.remat = position, rates, remat
         self.blocks, self.downsample = blocks, downsample
 
     def __call__(
@@ -217,7 +221,7 @@ class Hierarchy(Backbone):
             make_block = functools.partial(Block, block, rngs=rngs, dtypes=dtypes)
             blocks = make_blocks(make_block, block.depth, scan=options.scan_layers, first=first)
             stage_rates = tuple(itertools.islice(rates, block.depth))
-            stages.append(HierarchyStage(scheme, stage_rates, blocks, downsample))
+            stages.append(HierarchyStage(scheme, stage_rates, blocks, downsample, options.remat))
         self.stages = nnx.List(stages)
         norm = functools.partial(
             layer_norm, block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes

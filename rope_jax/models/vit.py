@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.attention import WINDOW_PADDING, check_windows, make_window
 from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
+    REMAT,
     Block,
     RunBlocks,
     declare,
@@ -36,6 +37,7 @@ from rope_jax.models.layers import (
 from rope_jax.models.registry import Options, check_blocks, check_divisible, register
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Stage, create_position
+from rope_jax.positions.batch import insert
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import normal_init
 from rope_jax_kernels import Global, Neighborhood, Pattern
@@ -101,6 +103,9 @@ class ViTOptions(Options):
             map of that size. Integer coordinates are the same either way.
         scan_layers: stack the blocks' parameters and run them in a scan: the same results, with a
             compile time that does not grow with depth.
+        remat: what the backward pass recomputes, for less memory: None for little more than norms
+            and activation functions, "dots" for all but the products of weights, "blocks" for
+            whole blocks, of which only the input is kept. The results are the same.
     """
 
     patch_size: Count = 16
@@ -134,6 +139,7 @@ class ViTOptions(Options):
     window_padding: Literal[*WINDOW_PADDING] = "mask"
     window_box: Literal["map", "own"] = "map"
     scan_layers: bool = False
+    remat: Literal[*REMAT, None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -217,6 +223,7 @@ class ViT(Backbone):
         stage = options.stage(self.grids(image_size)[0], self.pattern, dtypes["param_dtype"])
         self.position = declare_tables(create_position(position, stage, rngs=rngs), 1, shared=0)
         check_windows(self.position)
+        self.remat = options.remat
         self.rates = drop_path_rates(options.drop_path, options.depth, options.drop_path_schedule)
         make_block = functools.partial(self.block, options, rngs=rngs, dtypes=dtypes)
         self.blocks = make_blocks(make_block, options.depth, scan=options.scan_layers)
@@ -319,13 +326,12 @@ class ViT(Backbone):
     ) -> Float[Array, "B L C"]:
         """Input of the first block: prefix tokens, then patches, with absolute positions."""
         x = x.reshape(x.shape[0], -1, x.shape[-1])
-        embedded, prefix = self.position.stage.embed_prefix, x[:, :0]
-        for token in (self.class_token, self.distillation_token, self.registers):
-            if token is not None:
-                rows = jnp.broadcast_to(token[...].astype(x.dtype), (x.shape[0], *token.shape[1:]))
-                prefix = jnp.concatenate([prefix, rows], axis=1)
-        x = self.position.embed(jnp.concatenate([prefix[:, :embedded], x], axis=1), grid, key)
-        return jnp.concatenate([x[:, :embedded], prefix[:, embedded:], x[:, embedded:]], axis=1)
+        learned = (self.class_token, self.distillation_token, self.registers)
+        prefix = [token[0] for token in learned if token is not None]
+        prefix = jnp.concatenate([jnp.zeros((0, x.shape[-1])), *prefix])
+        embedded = self.position.stage.embed_prefix
+        x = self.position.embed(insert(prefix[:embedded], x, 0), grid, key)
+        return insert(prefix[embedded:], x, embedded)
 
     def pool(self, x: Float[Array, "B L C"]) -> Float[Array, "B C2"]:
         """Input of the head, from the tokens of `encode`; see `ViTOptions.pooling`."""

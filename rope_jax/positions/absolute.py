@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.positions import grids
+from rope_jax.positions.batch import add
 from rope_jax.positions.initializers import normal_init
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import (
@@ -42,7 +43,7 @@ class Absolute(Position):
         """Returns the embedding of each token on a map of `grid`; T = embed_prefix + H*W."""
 
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
-        return tokens + self.table(grid).astype(tokens.dtype)
+        return add(tokens, self.table(grid))
 
 
 @scheme("ape")

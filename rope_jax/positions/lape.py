@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.positions.absolute import Absolute, Learned
+from rope_jax.positions.batch import add
 from rope_jax.positions.scheme import (
     Grid,
     PerLayer,
@@ -96,7 +97,7 @@ class LaPE(Position):
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
         if self.acts != "between":
             return tokens
-        return tokens + self.inner.table(grid).astype(tokens.dtype)
+        return add(tokens, self.inner.table(grid))
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
         return tuple(range(depth - 1)) if self.acts == "between" else ()
@@ -106,7 +107,7 @@ class LaPE(Position):
         if layer not in self.mix_after(self.stage.depth):
             return tokens
         inner = self.later[layer] if self.later else self.inner
-        return tokens + self._rows(inner, grid).astype(tokens.dtype)
+        return add(tokens, self._rows(inner, grid))
 
     def resize(self, grid: Grid) -> None:
         for inner in (self.inner, *(self.later if self.acts == "between" else ())):

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from unittest import mock
 
 import jax
@@ -23,9 +24,7 @@ TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant", "copy-done", "after-all"}
 COLLECTIVE = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-(?:permute|broadcast)"
 HEADER = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$", re.M)
-INSTRUCTION = re.compile(
-    r"^ +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*?)\)(.*)$", re.M
-)
+INSTRUCTION = re.compile(r"^ +(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*?)\)(.*)$", re.M)
 _PINNED = (pathlib.Path(__file__).parents[2] / "constraints.txt").read_text()
 
 
@@ -47,10 +46,47 @@ def sizes(shape: str) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An instruction of HLO; `operands` are the text in its brackets, attributes follow."""
+
+    root: str
+    name: str
+    shape: str
+    kind: str
+    operands: str
+    attributes: str
+
+    def reads(self) -> list[str]:
+        return re.findall(r"%([\w.-]+)", self.operands)
+
+    def named(self, attribute: str) -> str | None:
+        found = re.search(rf"{attribute}=[%\"]?([\w.$-]+)", self.attributes)
+        return found and found[1]
+
+    def size(self) -> int:
+        """Bytes of the result, without the workspace of cuBLAS, which is the only array of s8."""
+        return sum(sizes(re.sub(r"\bs8\[\d+\]", "", self.shape)))
+
+
+Computation = dict[str, Instruction]  # by name
+
+
+def read_computations(text: str) -> dict[str, Computation]:
+    """The computations of a program in HLO by name; that of the entry is ""."""
+    computations = {}
+    for header in HEADER.finditer(text):
+        body = text[header.end() : text.index("\n}", header.end())]
+        instructions = [Instruction(*fields) for fields in INSTRUCTION.findall(body)]
+        computations["" if header[1] else header[2]] = {x.name: x for x in instructions}
+    return computations
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """An operation that takes time: its HLO name, or a custom call's target.
 
-    `bytes` are those of its operands and results, each array once.
+    `bytes` are those that it reads and writes: each array once, of slices what they hold, and of
+    slices that are updated in place the update.
     """
 
     kind: str
@@ -58,26 +94,72 @@ class Launch:
     times: int = 1
 
 
-def launches(text: str, computation: str | None = None, times: int = 1) -> list[Launch]:
-    """The launches of the entry of a program, or of another computation.
+def launches(text: str) -> list[Launch]:
+    """The launches of a program; those of the body of a loop count as often as it runs."""
+    computations = read_computations(text)
 
-    The body of a loop counts as often as it runs.
-    """
-    headers = list(HEADER.finditer(text))
-    start = next(x.end() for x in headers if (x[2] == computation if computation else x[1]))
-    instructions = INSTRUCTION.findall(text[start : text.index("\n}", start)])
-    types, launched = {name: shape for name, shape, *_ in instructions}, []
-    for _, shape, operation, operands, attributes in instructions:
-        if operation in ("while", "call"):
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
-            called = re.search(r"(?:body|to_apply)=%([\w.-]+)", attributes)[1]
-            launched += launches(text, called, times * int(trips[1] if trips else 1))
-        elif operation not in FREE:
-            target = re.search(r'custom_call_target="([^"]*)"', attributes)
-            read = {name: types[name] for name in re.findall(r"%([\w.-]+)", operands)}
-            moved = sum(sum(sizes(x)) for x in (shape, *read.values()))
-            launched.append(Launch(target[1] if target else operation, moved, times))
-    return launched
+    def find(name: str, times: int) -> Iterator[Launch]:
+        for x in computations[name].values():
+            if x.kind in ("while", "call"):
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', x.attributes)
+                called = x.named("body") or x.named("to_apply")
+                yield from find(called, times * int(trips[1] if trips else 1))
+            elif x.kind not in FREE and not x.kind.endswith("-done"):
+                kind = x.named("custom_call_target") or x.kind.removesuffix("-start")
+                yield Launch(kind, _bytes_moved(computations, computations[name], x), times)
+
+    return list(find("", 1))
+
+
+def _bytes_moved(computations: dict[str, Computation], caller: Computation, x: Instruction) -> int:
+    if x.kind in ("fusion", "fusion-start"):
+        inside = computations[x.named("calls")]
+        parameters = [y for y in inside.values() if y.kind == "parameter"]
+        parameters = [y.name for y in sorted(parameters, key=lambda y: int(y.operands))]
+        last = next(y for y in inside.values() if y.root)
+    else:
+        inside, parameters, last = {x.name: x}, x.reads(), x
+    moved = _bytes_written(inside, caller, last)
+    arrays = {}
+    for parameter, name in zip(parameters, x.reads(), strict=True):
+        array = _find_array(caller, name)
+        read = _bytes_read(inside, parameter, caller[name].size())
+        arrays[array] = min(arrays.get(array, 0) + read, caller[name].size())
+    return moved + sum(arrays.values())
+
+
+def _find_array(body: Computation, name: str) -> tuple[str, ...]:
+    """What tells an array from others, however it is viewed."""
+    x = body[name]
+    if x.kind not in ("bitcast", "get-tuple-element"):
+        return (name,)
+    return (*_find_array(body, *x.reads()), *filter(None, [x.named("index")]))
+
+
+def _bytes_read(inside: Computation, name: str, size: int) -> int:
+    read = 0
+    for use in inside.values():
+        operands = use.reads()
+        if name not in operands:
+            continue
+        if use.kind == "bitcast":
+            read += _bytes_read(inside, use.name, size)
+        elif use.kind in ("slice", "dynamic-slice"):
+            read += use.size()
+        elif use.kind != "dynamic-update-slice" or name in operands[1:]:
+            read += size
+    return min(read, size)
+
+
+def _bytes_written(inside: Computation, caller: Computation, x: Instruction) -> int:
+    operands = [inside.get(name) or caller[name] for name in x.reads()]
+    if x.kind in ("tuple", "bitcast"):
+        return sum(_bytes_written(inside, caller, y) for y in operands)
+    if x.kind == "dynamic-update-slice":
+        return operands[1].size()
+    if x.kind == "copy-start":  # its shape is a tuple of the copy, the original and a context
+        return operands[0].size()
+    return x.size()
 
 
 def tool(name: str) -> str | None:

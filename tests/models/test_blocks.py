@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.blocks import stack_blocks
+from rope_jax.models.blocks import REMAT, stack_blocks
 from rope_jax.training.optim import decay_mask
 from tests.models.small import pictures, run, some_slow
 
@@ -25,13 +25,16 @@ CASES = {
 }
 
 
+def make(name, **more):
+    options, position = CASES[name]
+    return rope_jax.create_model(
+        name, position=position, num_classes=5, image_size=(24, 32), **options, **more
+    )
+
+
 def pair(name):
     """A model with its blocks in a list, and one with its blocks stacked."""
-    options, position = CASES[name]
-    make = lambda scan: rope_jax.create_model(
-        name, position=position, num_classes=5, image_size=(24, 32), scan_layers=scan, **options
-    )
-    return make(False), make(True)
+    return make(name), make(name, scan_layers=True)
 
 
 def stack_tree(tree):
@@ -75,6 +78,35 @@ def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
         got_gradients,
         stack_tree(want_gradients),
     )
+
+
+RECOMPUTED = [(name, remat, scan) for name in CASES for remat in REMAT for scan in (False, True)]
+FAST = [("deit3_s16", "blocks", True), ("swin_t", "dots", False)]
+
+
+@pytest.mark.parametrize(("name", "remat", "scan"), some_slow(RECOMPUTED, FAST))
+def test_recomputed_blocks_give_the_same_gradients(name, remat, scan):
+    kept, recomputed = make(name, scan_layers=scan), make(name, scan_layers=scan, remat=remat)
+    images = pictures(20, 28)
+    want, got = gradients(kept, images), gradients(recomputed, images)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
+
+
+def temporary_memory(remat, depth):
+    new = lambda: rope_jax.create_model("deit3_ti16", remat=remat, **VIT | {"depth": depth})
+    graph, params, others = nnx.split(nnx.eval_shape(new), nnx.Param, ...)
+    loss = lambda params, images: nnx.merge(graph, params, others)(images).sum()
+    images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32)
+    compiled = jax.jit(jax.grad(loss)).lower(params, images).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_recomputed_blocks_keep_less():
+    """What a further block keeps: its input of 8 x 1025 x 24 numbers and little more."""
+    each = {x: temporary_memory(x, 3) - temporary_memory(x, 2) for x in (*REMAT, None)}
+    tokens = 4 * 8 * 1025 * 24
+    assert tokens <= each["blocks"] < 1.3 * tokens
+    assert each["blocks"] < each["dots"] < each[None]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -306,7 +306,7 @@ OF_VIT |= {"norm_epsilon", "drop_path", "drop_path_schedule", "last_norm"}
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("cct_7_3x1", {"class_token", "scan_layers"}), ("ceit_t", set())]
+    ("name", "more"), [("cct_7_3x1", {"class_token", "scan_layers", "remat"}), ("ceit_t", set())]
 )
 def test_vit_options_are_either_accepted_or_refused(name, more):
     accepted, refused = OF_VIT | more, {*find_model(name).options.fixed}

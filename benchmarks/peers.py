@@ -1,0 +1,107 @@
+"""Training of ViT-S/16 on a CPU, compared with other JAX libraries: time and memory.
+
+    pip install --target build/peers --no-deps -r benchmarks/peers.txt
+    PYTHONPATH=build/peers python -m benchmarks peers --out benchmarks/results/peers_cpu.json
+
+All train a model of equal parameters with one step of optax's AdamW, compiled by jax with the state
+donated, on the same images; peers that are not installed are left out. Each takes steps in turns,
+so that other load on the machine affects all, and ratios are of times within a turn. Dropout and
+drop path are off. `make test-aot ARGS=--peers` compiles the same steps for an H200.
+"""
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import _peers
+from benchmarks._runner import Keep
+from benchmarks.cpu import quartiles
+from rope_jax.names.text import format_table
+from rope_jax.system.cores import cores, keep_freed_memory
+
+COLUMNS = ("position", "dtype", "library", "ms", "relative to ours (quartiles)", "memory, MB")
+
+
+def start(model: _peers.Model, batch: int, size: int) -> tuple[Callable[[int], float], int, int]:
+    """Compiles a training step; returns how to take steps, temporary bytes, and parameters."""
+    images, labels = model.images(batch, size), np.arange(batch) % _peers.CLASSES
+    drawn = np.random.default_rng(0).standard_normal((batch, size, size, 3), np.float32)
+    values = drawn.transpose(0, 3, 1, 2) if model.channels_first else drawn
+    state = jax.jit(functools.partial(_peers.init_state, model))()
+    step = jax.jit(functools.partial(_peers.train, model), donate_argnums=0)
+    compiled = step.lower(state, images, labels).compile()
+
+    def take(steps: int) -> float:
+        nonlocal state
+        begun = time.perf_counter()
+        for _ in range(steps):
+            state, loss = compiled(state, values, labels)
+        jax.block_until_ready((state, loss))
+        if not np.isfinite(loss):
+            raise SystemExit(f"the loss is {loss}")
+        return (time.perf_counter() - begun) / steps
+
+    count = sum(x.size for x in jax.tree.leaves(state[0]))
+    return take, compiled.memory_analysis().temp_size_in_bytes, count
+
+
+def compare(position: str, dtype: str, batch: int, size: int, turns: int) -> list[dict[str, Any]]:
+    """Measures our step and those of the peers in turns."""
+    models = _peers.models(position, size, dtype)
+    started = {name: start(model, batch, size) for name, model in models.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in started}
+    steps = {name: max(1, round(1 / take(2))) for name, (take, *_) in started.items()}
+    for _, (name, (take, *_)) in itertools.product(range(turns), started.items()):
+        seconds[name].append(take(steps[name]))
+    return [
+        {
+            "position": position,
+            "dtype": dtype,
+            "library": name,
+            "parameters": count,
+            "memory": memory,
+            "seconds": seconds[name],
+            "relative": [x / y for x, y in zip(seconds[name], seconds[_peers.OURS], strict=True)],
+        }
+        for name, (_, memory, count) in started.items()
+    ]
+
+
+def row(case: dict[str, Any]) -> list[str]:
+    """A row of COLUMNS."""
+    low, median, high = quartiles(case["relative"])
+    relative = "" if case["library"] == _peers.OURS else f"{median:.2f} ({low:.2f} to {high:.2f})"
+    time_ms = f"{1e3 * statistics.median(case['seconds']):.0f}"
+    memory = f"{case['memory'] / 1e6:.0f}"
+    first = [f"`{case['position']}`", case["dtype"], case["library"]]
+    return [*first, time_ms, relative, memory]
+
+
+def run(keep: Keep, *, batch: int = 8, size: int = 112, turns: int = 10) -> None:
+    """Measures each position in float32 and bfloat16.
+
+    Args:
+        keep: saves the result.
+        batch: images in a step
+        size: side of the images in pixels
+        turns: of each library, of about a second
+    """
+    keep_freed_memory()
+    cases: list[dict[str, Any]] = []
+    for position, dtype in itertools.product(_peers.POSITIONS, ("float32", "bfloat16")):
+        cases += compare(position, dtype, batch, size, turns)
+        keep(
+            settings={"batch": batch, "size": size, "turns": turns},
+            versions=_peers.versions(),
+            columns=COLUMNS,
+            rows=[row(case) for case in cases],
+            note=f"ViT-S/16, {batch} images of {size} px, {cores()} cores.",
+            cases=cases,
+        )
+    print(format_table(COLUMNS, [row(case) for case in cases]))
