@@ -15,7 +15,8 @@ blocks, without class token and last norm, and maps made from the last one.
 Hardware: 8 GPUs of the A100 class, 2 images each. Hours: estimated, not measured, from six times
 the multiply-adds of backbone, maps and head per image of 1344 x 1344 pixels, the largest canvas, at
 20 % of an A100's 312 TFLOP/s on each of 8 GPUs: vit_b 6, vit_l 14, swin_t 2.3, swin_s 3, swin_b 4.
-Deformable attention's gathers, matching and loss add to that.
+Deformable attention's gathers, matching and loss add to that. Where memory is short, add
+`remat=blocks` to `model.options`, which recomputes the backbone's blocks.
 
 Published box AP: `rope_jax reproduce heo/table_1` (ViTDet), `heo/table_2` (Swin).
 

@@ -53,10 +53,11 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # it does. After them, and without an entry, it uses "xla". Decided by counting the bytes and the
 # launches of compiled programs, and the instructions of their machine code for 9.0; not by
 # measurements:
-# - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates it moves no
-#   more bytes than Triton, whose instructions take 0.18 ms to issue for both passes of a ViT-S
-#   layer on an H200 (jax 0.11.2) and by estimate 1.6 to 2.2 times that. XLA's
-#   own attention moves 4 times the bytes.
+# - cudnn: serves `Global` in 16 bits alone. A whole training step of ViT-S with its 197 tokens,
+#   which are padded to 198 and sliced, moves 58.5 GB with it, 57.1 with Triton and 52.4 with Mosaic
+#   (`ape`, batch 256, jax 0.11.2). But Triton's instructions take 0.18 ms to issue for both passes
+#   of a layer on an H200, and by estimate 1.6 to 2.2 times that. XLA's own attention moves 4 times
+#   the bytes.
 # - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
 #   also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times (NAT) as much.
 #   Before 9.0 it has up to 1.8 times the instructions, its backward kernel of windows spills

@@ -9,6 +9,7 @@ stores temporary memory, bytes and launches, and the memory of ours with recompu
 import functools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,16 @@ def parse(option):
     return {k: v == "True" if v in ("True", "False") else v for k, _, v in [option.partition("=")]}
 
 
-def measure(gpu, model):
-    """Temporary memory in GiB, GB moved and launches of a training step."""
+def compile_step(gpu, model):
     state = jax.eval_shape(functools.partial(_peers.init_state, model))
     labels = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     shapes = (state, model.images(BATCH, SIZE), labels)
-    compiled = compile_ahead(functools.partial(_peers.train, model), shapes, gpu, donate=(0,))
+    return compile_ahead(functools.partial(_peers.train, model), shapes, gpu, donate=(0,))
+
+
+def measure(gpu, model):
+    """Temporary memory in GiB, GB moved and launches of a training step."""
+    compiled = compile_step(gpu, model)
     operations = launches(compiled.as_text())
     return (
         compiled.memory_analysis().temp_size_in_bytes / 2**30,
@@ -52,6 +57,16 @@ def measure(gpu, model):
 def row(*names, figures):
     memory, moved, count = figures
     return [*names, f"{memory:.2f}", f"{moved:.1f}", str(count)]
+
+
+@pytest.mark.parametrize(
+    ("position", "registers"), [pytest.param("lape(ape)", 0, marks=pytest.mark.slow), ("ape", 4)]
+)
+def test_gradients_of_tables_do_not_make_the_batch_the_innermost_axis(position, registers, gpus):
+    """See `rope_jax.positions.batch.add`."""
+    model = _peers.ours(position, SIZE, jnp.dtype("bfloat16"), registers=registers)
+    layouts = re.findall(r"bf16\[256,\d+,384\]\{([\d,]+)\}", compile_step(gpus[0], model).as_text())
+    assert set(layouts) == {"2,1,0"}
 
 
 def test_our_steps_need_less_than_those_of_peers(request, gpus):

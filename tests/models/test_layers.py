@@ -7,7 +7,14 @@ import pytest
 from flax import nnx
 
 from rope_jax.models import layers
-from rope_jax.models.layers import PatchProjection, dropout, layer_dtypes, layer_norm, linear
+from rope_jax.models.layers import (
+    PatchProjection,
+    dropout,
+    layer_dtypes,
+    layer_norm,
+    layer_scale,
+    linear,
+)
 
 
 def make_layer(kind, dtype):
@@ -73,24 +80,25 @@ def test_products_in_bfloat16_have_the_form_that_is_fast_on_a_cpu(
 
 
 def apply_normalized(dtype, params, x, *, apart):
-    """A linear layer after a layer norm, given to the layer or applied by itself.
+    """A linear layer between a layer norm and a LayerScale, given to it or applied by themselves.
 
     Computed in `dtype`, with parameters of their own dtype.
     """
     rngs, dtypes = nnx.Rngs(0), layer_dtypes(jnp.dtype(dtype))
-    pair = nnx.List(
-        [layer_norm(12, 1e-6, rngs=rngs, dtypes=dtypes), linear(12, 8, rngs=rngs, dtypes=dtypes)]
-    )
-    graph, _, rest = nnx.split(pair, nnx.Param, ...)
-    norm, layer = nnx.merge(graph, params, rest)
-    return layer(norm(x)) if apart else layer(x, norm)
+    norm = layer_norm(12, 1e-6, rngs=rngs, dtypes=dtypes)
+    layer = linear(12, 8, rngs=rngs, dtypes=dtypes)
+    scale = layer_scale(8, 1.0, dtypes["param_dtype"])
+    graph, _, rest = nnx.split(nnx.List([norm, layer, scale]), nnx.Param, ...)
+    norm, layer, scale = nnx.merge(graph, params, rest)
+    return scale(layer(norm(x))) if apart else layer(x, norm, scale)
 
 
-def test_a_norm_folded_into_weights_keeps_gradients(x64):
+def test_norm_and_scale_folded_into_weights_keep_gradients(x64):
     rng = np.random.default_rng(0)
     params = {
         0: {"scale": 1 + 0.3 * rng.normal(size=12), "bias": rng.normal(size=12)},
         1: {"kernel": rng.normal(size=(12, 8)), "bias": rng.normal(size=8)},
+        2: {"gamma": rng.normal(size=8)},
     }
     as_dtype = lambda tree, dtype: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
     x, d_out = as_dtype(
