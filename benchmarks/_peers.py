@@ -53,9 +53,10 @@ def ours(position: str, size: int, dtype: np.dtype, **options: Any) -> Model:
     return Model(lambda: nnx.to_pure_dict(nnx.state(new(), nnx.Param)), logits)
 
 
-def equimo(position: str, size: int, dtype: np.dtype) -> Model:
+def equimo(position: str, size: int, dtype: np.dtype, *, cudnn: bool = False) -> Model:
     """Equimo's; in bfloat16, all parameters and images are cast at the start of a step."""
     import equinox as eqx
+    from equimo.core.layers.attention import with_attention_implementation
     from equimo.vision.models.vit import VisionTransformer
 
     new = functools.partial(
@@ -74,20 +75,21 @@ def equimo(position: str, size: int, dtype: np.dtype) -> Model:
         num_classes=CLASSES,
         eps=EPSILON,
     )
+    attention = "cudnn" if cudnn else "xla"
     shapes = eqx.filter_eval_shape(new)
     _, static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
     def logits(params: Any, images: jax.Array) -> jax.Array:
         params, images = jax.tree.map(lambda x: x.astype(dtype), (params, images))
-        model = eqx.combine(params, static)
+        model = with_attention_implementation(eqx.combine(params, static), attention)
         return jax.vmap(lambda image: model(image, key=None, inference=True))(images)
 
     init = lambda: eqx.filter(new(), eqx.is_inexact_array)
     return Model(init, logits, channels_first=True)
 
 
-def transformers(position: str, size: int, dtype: np.dtype) -> Model:
-    """Hugging Face's Flax ViT of transformers 4.
+def transformers(position: str, size: int, dtype: np.dtype, *, cudnn: bool = False) -> Model:
+    """Hugging Face's Flax ViT of transformers 4, which has no attention of cuDNN.
 
     Raises:
         ImportError: for a position that it does not have.
@@ -121,13 +123,20 @@ def transformers(position: str, size: int, dtype: np.dtype) -> Model:
 PEERS = {"Equimo": equimo, "transformers": transformers}
 
 
-def models(position: str, size: int, dtype: str) -> dict[str, Model]:
-    """Our model, and those of the peers that are installed and have the position, by name."""
+def models(position: str, size: int, dtype: str, *, cudnn: bool = False) -> dict[str, Model]:
+    """Our model, and those of the peers that are installed and have the position, by name.
+
+    Args:
+        position: one of POSITIONS.
+        size: side of the images in pixels.
+        dtype: of the activations.
+        cudnn: whether peers that can use cuDNN's attention do.
+    """
     made = {OURS: ours(position, size, jnp.dtype(dtype))}
     for name, make in PEERS.items():
         if importlib.util.find_spec(name.lower()):
             try:
-                made[name] = make(position, size, jnp.dtype(dtype))
+                made[name] = make(position, size, jnp.dtype(dtype), cudnn=cudnn)
             except ImportError as error:
                 print(f"{name} is left out: {error}")
     return made

@@ -22,18 +22,20 @@ from tests.aot.program import compile_ahead, launches
 
 OUT = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "peers_h200.json"
 BATCH, SIZE = 256, 224
-COLUMNS = ["position", "library", "options", "temporary memory, GiB", "GB moved", "launches"]
+FIGURES = ["temporary memory, GiB", "GB moved", "launches"]
 REMAT = ["remat=dots", "remat=blocks"]
 # Name -> the options that change ViT-S to it.
-LARGER = {
+MODELS = {
+    "ViT-S": {},
     "ViT-B": {"width": 768, "heads": 12},
     "ViT-L": {"width": 1024, "heads": 16, "depth": 24},
 }
 
 
-def parse(option):
-    """An option of a model, such as scan_layers=True."""
-    return {k: v == "True" if v in ("True", "False") else v for k, _, v in [option.partition("=")]}
+def parse(options):
+    """Options of a model, such as scan_layers=True,remat=blocks."""
+    pairs = (x.split("=") for x in options.split(",") if x)
+    return {name: value == "True" or value for name, value in pairs}
 
 
 def compile_step(gpu, model):
@@ -54,11 +56,6 @@ def measure(gpu, model):
     )
 
 
-def row(*names, figures):
-    memory, moved, count = figures
-    return [*names, f"{memory:.2f}", f"{moved:.1f}", str(count)]
-
-
 @pytest.mark.parametrize(
     ("position", "registers"), [pytest.param("lape(ape)", 0, marks=pytest.mark.slow), ("ape", 4)]
 )
@@ -69,37 +66,49 @@ def test_gradients_of_tables_do_not_make_the_batch_the_innermost_axis(position, 
     assert set(layouts) == {"2,1,0"}
 
 
+def compare_libraries(gpu):
+    """(position, library) -> figures of its step."""
+    return {
+        (position, name): measure(gpu, model)
+        for position in _peers.POSITIONS
+        for name, model in _peers.models(position, SIZE, "bfloat16", cudnn=True).items()
+    }
+
+
+def compare_options(gpu):
+    """(model, options) -> figures of our step with a learned table."""
+    cases = [(name, x) for name in MODELS for x in ("", *REMAT)]
+    cases += [("ViT-S", f"scan_layers=True{x}") for x in ("", *(f",{x}" for x in REMAT))]
+    ours = functools.partial(_peers.ours, "ape", SIZE, jnp.dtype("bfloat16"))
+    return {
+        (name, options): measure(gpu, ours(**MODELS[name], **parse(options)))
+        for name, options in cases
+    }
+
+
+def make_table(columns, figures, note):
+    rows = [
+        [*(f"`{x}`" if "=" in x or x in _peers.POSITIONS else x for x in names), *texts]
+        for names, (memory, moved, count) in figures.items()
+        for texts in [[f"{memory:.2f}", f"{moved:.1f}", f"{count:.0f}"]]
+    ]
+    note = f"{note}: {BATCH} images of {SIZE} px, bfloat16, AdamW on float32 parameters."
+    return {"columns": [*columns, *FIGURES], "rows": rows, "note": note}
+
+
 def test_our_steps_need_less_than_those_of_peers(request, gpus):
     if not request.config.getoption("--peers"):
         pytest.skip("--peers is not given")
-    dtype, peers, larger = jnp.dtype("bfloat16"), [], []
-    measured = {}
-    for position in _peers.POSITIONS:
-        for name, model in _peers.models(position, SIZE, "bfloat16").items():
-            measured[name, position] = measure(gpus[0], model)
-            peers.append(row(f"`{position}`", name, "", figures=measured[name, position]))
-    for name, sizes in {"ViT-S": {}, **LARGER}.items():
-        for option in ("", "scan_layers=True") if name == "ViT-S" else ("",):
-            for remat in ("", *REMAT):
-                chosen = [x for x in (option, remat) if x]
-                options = functools.reduce(dict.__or__, map(parse, chosen), sizes)
-                figures = measure(gpus[0], _peers.ours("ape", SIZE, dtype, **options))
-                measured[name, *chosen] = figures
-                larger.append(row(name, ", ".join(f"`{x}`" for x in chosen), figures=figures))
-    machine = record("peers", {})["machine"] | {"device": f"{H200} (compiled for)"}
-    settings = f"{BATCH} images of {SIZE} px, bfloat16, AdamW on float32 parameters."
+    libraries, options = compare_libraries(gpus[0]), compare_options(gpus[0])
     tables = [
-        {"columns": COLUMNS[:2] + COLUMNS[3:], "rows": [x[:2] + x[3:] for x in peers]},
-        {"columns": ["model", *COLUMNS[2:]], "rows": larger},
+        make_table(["position", "library"], libraries, "A training step of ViT-S/16"),
+        make_table(["model", "options"], options, "Our training step with `ape`"),
     ]
-    notes = ["A training step of ViT-S/16, " + settings, "Our step with `ape`, " + settings]
-    tables = [table | {"note": note} for table, note in zip(tables, notes, strict=True)]
-    result = record("peers", {}, machine=machine, tables=tables, versions=_peers.versions())
+    machine = record("", {})["machine"] | {"device": f"{H200} (compiled for)"}
+    result = record("peers_h200", {}, machine=machine, tables=tables, versions=_peers.versions())
     OUT.write_text(json.dumps(result, indent=1) + "\n")
-    for position in _peers.POSITIONS:
-        ours = measured[_peers.OURS, position]
-        for name in _peers.versions():
-            for mine, theirs in zip(ours, measured.get((name, position), ours), strict=True):
-                assert mine <= theirs
-    for name in ("ViT-S", *LARGER):
-        assert measured[name, "remat=blocks"][0] < 0.4 * measured[(name,)][0]
+    for (position, _), theirs in libraries.items():
+        ours = libraries[position, _peers.OURS]
+        assert all(mine <= other for mine, other in zip(ours, theirs, strict=True))
+    for name in MODELS:
+        assert options[name, "remat=blocks"][0] < 0.4 * options[name, ""][0]

@@ -20,7 +20,7 @@ from rope_jax_kernels import (
     attention_qkv,
     explain,
 )
-from rope_jax_kernels.attention import neighborhood
+from rope_jax_kernels.attention import neighborhood, reference
 from rope_jax_kernels.checks import check_floating, check_rotation, check_terms
 from tests.kernels.attention_pairs import neighbors, pairs, token_coords
 from tests.kernels.covering import covering
@@ -237,6 +237,41 @@ def test_neighborhoods_need_a_fifth_of_the_memory_of_gathered_keys():
     # Bytes of one copy of each query's keys; training needs it of k, v and their gradients.
     gathered = 4 * np.prod(shape) * 49
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * gathered / 5
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("size", [8, 30])
+def test_blocks_of_queries_give_the_same_values_and_gradients(size, with_bias, monkeypatch, x64):
+    rng, tokens = np.random.default_rng(0), 29
+    q, k, v, cotangent = rng.standard_normal((4, B, tokens, N, D))
+    bias = rng.standard_normal((N, tokens, tokens)) if with_bias else None
+    turning = Rotation(rng.standard_normal((tokens, A)), rng.standard_normal((N, A, R)))
+
+    def compute():
+        attend = functools.partial(attention, pattern=Global(), scale=SCALE, implementation="xla")
+        call = jax.jit(lambda q, k, v, bias, turning: attend(q, k, v, rotation=turning, bias=bias))
+        out, pull_back = jax.vjp(call, q, k, v, bias, turning)
+        return jax.tree.leaves((out, pull_back(cotangent)))
+
+    whole = compute()
+    monkeypatch.setattr(reference, "MOST_TOKENS", tokens - 1)
+    monkeypatch.setattr(reference, "BLOCK", size)
+    for got, want in zip(compute(), whole, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", [Global(), Window((7, 7)), Neighborhood((7, 7))], ids=str)
+def test_memory_grows_with_the_number_of_tokens(pattern):
+    """Not with its square."""
+
+    def memory(side):
+        shape = (1, side**2, 2, 16) if pattern == Global() else (1, side, side, 2, 16)
+        loss = lambda q, k, v: attention(q, k, v, pattern=pattern).sum()
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 3
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert memory(112) < 1.2 * 4 * memory(56)
 
 
 ones = functools.partial(np.ones, dtype=np.float32)

@@ -37,6 +37,35 @@ def attend(
     return out.astype(q.dtype)
 
 
+def attend_in_blocks(
+    q: Float[Array, "B N L D"],
+    k: Float[Array, "B N L D"],
+    v: Float[Array, "B N L D"],
+    *,
+    scale: float | Float[Array, ""],
+    bias: Float[Array, "N L L"] | None,
+    size: int,
+) -> Float[Array, "B N L D"]:
+    """`attend` for `size` queries at a time, recomputed in the backward pass.
+
+    So memory grows with L, and not with its square (but for a bias, which has L^2 numbers a head).
+    """
+    length = q.shape[2]
+
+    def split(x: Array) -> Float[Array, "blocks ..."]:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -length % size), (0, 0)])
+        x = x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+        return jnp.moveaxis(x, -3, 0)
+
+    @jax.checkpoint
+    def attend_block(block: tuple[Array, Array | None]) -> Float[Array, "B N size D"]:
+        return attend(block[0], k, v, scale=scale, bias=block[1])
+
+    out = lax.map(attend_block, (split(q), None if bias is None else split(bias)))
+    out = jnp.moveaxis(out, 0, -3).reshape(*q.shape[:2], -1, q.shape[-1])
+    return out[:, :, :length]
+
+
 def turn_tokens(
     x: Float[Array, "*batch L N D"], rotation: Rotation | None
 ) -> Float[Array, "*batch L N D"]:

@@ -11,10 +11,20 @@ from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels import device
 from rope_jax_kernels.attention import neighborhood
-from rope_jax_kernels.attention.dense import attend, spread_table, turn_tokens
+from rope_jax_kernels.attention.dense import (
+    attend,
+    attend_in_blocks,
+    spread_table,
+    turn_tokens,
+)
 from rope_jax_kernels.attention.patterns import Neighborhood, Pair, Pattern, Window
 from rope_jax_kernels.rotary.reference import turn_pairs
 from rope_jax_kernels.rotation import Rotation
+
+MOST_TOKENS = 1024
+"""Up to which global attention keeps its weights for the backward pass."""
+BLOCK = 256
+"""Queries that are computed at a time with more tokens."""
 
 
 def attend_globally(
@@ -33,7 +43,10 @@ def attend_globally(
     if rotation is not None and not device.is_gpu():  # in the order of memory, which a CPU needs
         theta = rotation.angles()
         q, k = (turn_pairs(x, theta, rotation.pairing) for x in (q, k))
-    return attend(q, k, v, scale=scale, bias=bias).swapaxes(1, 2)
+    if q.shape[2] <= MOST_TOKENS:
+        return attend(q, k, v, scale=scale, bias=bias).swapaxes(1, 2)
+    blocks = attend_in_blocks(q, k, v, scale=scale, bias=bias, size=BLOCK)
+    return blocks.swapaxes(1, 2)
 
 
 def axis_regions(length: int, size: int, shift: int) -> Int[np.ndarray, " padded"]:
