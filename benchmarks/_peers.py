@@ -18,6 +18,8 @@ import rope_jax
 OURS = "rope_jax"
 POSITIONS = ("ape", "dinov3")
 """The learned table that all have, and the rotary embedding that Equimo has, too."""
+FREQUENCIES = 16
+"""Of the rotary embedding, fixed."""
 CLASSES, WIDTH, DEPTH, HEADS, PATCH, EPSILON = 1000, 384, 12, 6, 16, 1e-6
 
 

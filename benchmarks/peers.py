@@ -55,6 +55,9 @@ def compare(position: str, dtype: str, batch: int, size: int, turns: int) -> lis
     """Measures our step and those of the peers in turns."""
     models = _peers.models(position, size, dtype)
     started = {name: start(model, batch, size) for name, model in models.items()}
+    counts = {count for _, _, count in started.values()}
+    if max(counts) - min(counts) > _peers.FREQUENCIES:  # which Equimo counts
+        raise SystemExit(f"the models differ: they have {sorted(counts)} parameters")
     seconds: dict[str, list[float]] = {name: [] for name in started}
     steps = {name: max(1, round(1 / take(2))) for name, (take, *_) in started.items()}
     for _, (name, (take, *_)) in itertools.product(range(turns), started.items()):

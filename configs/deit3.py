@@ -13,8 +13,8 @@ B and L are trained at 192 pixels, and then for 20 epochs at 224:
 Hardware: 8 GPUs of the A100 class with 256 images each (variant l: 64 GPUs with 32 images in the
 original; `--config.accumulate=8` on 8). Hours: estimated, not measured, from six times the model's
 multiply-adds per image at 40 % of an A100's 312 TFLOP/s on each of 8 GPUs: s 4, b 11 and 0.8 to
-finetune, l 39 and 2.6. Where memory is short: `--config.model.options=remat=blocks` (see
-`ViTOptions`).
+finetune, l 39 and 2.6. Where memory is short, add `remat=blocks` to the recipe's `model.options`:
+`--config.model.options=drop_path=0.4,remat=blocks` for l at 192 pixels.
 
 Published accuracies: `rope_jax reproduce heo/figure_4` (224 and 384 pixels), `heo/table_5` (S at
 nine test sizes).

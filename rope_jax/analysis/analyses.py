@@ -169,20 +169,20 @@ def correlation(
 
 
 def correlation_together(results: ByLabel, stem: pathlib.Path, title: str) -> None:
-    """Draws the maps of all labels, a row for each."""
+    """Draws the maps of all labels, a row for each if they have as many layers."""
     shown = {
         f"{label}\n{layer}".strip(): values
         for label, figures in results.items()
         for layer, values in figures["maps"].items()
     }
-    depth = max(len(figures["maps"]) for figures in results.values())
+    depths = {len(figures["maps"]) for figures in results.values()}
     plots.panels(
         shown,
         _png(stem),
         title=f"{title}: position of the marked token and of the others",
         label="cosine similarity",
         mark=[mark for figures in results.values() for mark in figures["marked"]],
-        columns=depth if len(results) > 1 else 6,
+        columns=min(depths) if len(results) > 1 and len(depths) == 1 else 6,
     )
 
 
@@ -402,7 +402,7 @@ def analyse_model(name: str, loaded: LoadedModel, stem: pathlib.Path, **options:
 
 
 def labels(cases: Sequence[tuple[LoadedModel, str | None]]) -> list[str]:
-    """Tells models and sizes apart by as little as it takes: model, scheme, size, weights.
+    """Shortest labels that distinguish models and sizes, of model, scheme, size and weights.
 
     Raises:
         ConfigError: two are the same.

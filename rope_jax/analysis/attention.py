@@ -222,8 +222,9 @@ def _layer_function(
             values.append(read(layer))
 
         for stage in probed.parts().values():
+            # Values cannot be collected from inside a scan or a recomputed block.
             stage.blocks = list_blocks(stage.blocks, stage.position.stage.depth)
-            # Values cannot be collected from inside a scan.
+            stage.remat = None
             stage.position = _Probed(stage.position, note)
         probed(images)
         return values

@@ -31,6 +31,7 @@ from rope_jax.commands.arguments import (
     add_options,
     command_parser,
 )
+from rope_jax.config import ConfigError
 from rope_jax.names.notation import items
 from rope_jax.names.options import find_options
 from rope_jax.runs.loading import load_model
@@ -81,9 +82,11 @@ def _analyse(
     ]
     sizes = items(options.get("resolution") or "") or [None]
     cases = [(workdir, loaded, size) for workdir, loaded in models for size in sizes]
-    results = {}
-    for label, (workdir, loaded, size) in zip(labels([x[1:] for x in cases]), cases, strict=True):
-        stem = out / "_".join([name, *re.findall(r"[\w.+=-]+", label)])
+    results, named = {}, labels([x[1:] for x in cases])
+    stems = [out / "_".join([name, *re.findall(r"[\w.+=-]+", label)]) for label in named]
+    if len({*stems}) < len(stems):
+        raise ConfigError(f"files of {' and '.join(named)} would have one name: move a workdir")
+    for label, stem, (workdir, loaded, size) in zip(named, stems, cases, strict=True):
         asked = options | ({"resolution": size} if "resolution" in options else {})
         with kernels_of_run(loaded.config, workdir and pathlib.Path(workdir)):
             results[label] = analyse_model(name, loaded, stem, **asked)

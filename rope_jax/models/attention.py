@@ -139,7 +139,7 @@ class SelfAttention(nnx.Module):
         drop: float = 0.0,
         key: Array | None = None,
         norm: LayerNorm | None = None,
-        scale: LayerScale | None = None,
+        layer_scale: LayerScale | None = None,
     ) -> Float[Array, "B L C"]:
         """Returns the output tokens.
 
@@ -152,7 +152,7 @@ class SelfAttention(nnx.Module):
             drop: dropout rate of the weights of global attention, after the softmax.
             key: for dropout; None (evaluation) drops nothing.
             norm: layer norm of the tokens before attention, or None.
-            scale: of the output, or None.
+            layer_scale: LayerScale of the output, or None.
         """
         batch, tokens, features = x.shape
         if terms.add is not None:  # to what is normalised
@@ -171,16 +171,16 @@ class SelfAttention(nnx.Module):
             filling = self._bias() if pattern.padding == "tokens" else None
             qkv = _pad_map(qkv, pattern.padded_size(grid), filling)
         qkv = self.prepare(qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads))
-        logit_scale = self.scale
+        scale = self.scale
         if terms.logit_scale != 1:  # a number, as kernels take it
-            base_scale = qkv.shape[-1] ** -0.5 if logit_scale is None else logit_scale
-            logit_scale = base_scale * terms.logit_scale
+            base_scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+            scale = base_scale * terms.logit_scale
         if key is not None and drop > 0:  # one mask for the whole batch; no kernel supports it
             attend = functools.partial(_dropping_attention, drop=drop, key=key)
             shared = (terms.rotation, bias, terms.transform)
-            out = _attend(qkv, shared, attend=attend, scale=logit_scale)
+            out = _attend(qkv, shared, attend=attend, scale=scale)
         else:
-            attend = functools.partial(_attend_packed, pattern=pattern, scale=logit_scale)
+            attend = functools.partial(_attend_packed, pattern=pattern, scale=scale)
             pairs = attended_pairs(pattern, grid, tokens - grid[0] * grid[1])
             stated = f"{ATTENTION_PRODUCT}{pairs * features}"
             with jax.named_scope("attention"), jax.named_scope(stated):
@@ -193,7 +193,7 @@ class SelfAttention(nnx.Module):
         # shape of tokens, for that of the projection, also in a scan.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(out: Array) -> Array:
-            return self.proj(out.reshape(batch, tokens, features), scale=scale)
+            return self.proj(out.reshape(batch, tokens, features), layer_scale=layer_scale)
 
         return project(out)
 

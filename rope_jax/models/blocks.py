@@ -74,7 +74,7 @@ class Block(nnx.Module):
         self, run: Callable, x: Array, norm: nnx.Module, scale: nnx.Module | None
     ) -> Float[Array, "B L C"]:
         if not self.post_norm:
-            return run(x, norm=norm, scale=scale)
+            return run(x, norm=norm, layer_scale=scale)
         branch = norm(run(x))
         return branch if scale is None else scale(branch)
 
@@ -177,7 +177,7 @@ REMAT = ("blocks", "dots")
 
 
 def rematerialize(run_block: Callable, remat: str | None, static: int) -> Callable:
-    """Lets the backward pass recompute a block; `static` is the number of a constant argument."""
+    """Lets the backward pass recompute a block; `static` is the index of its static argument."""
     if remat is None:
         return run_block
     # jax's own policies do not see the products, which are inside functions with a custom gradient.

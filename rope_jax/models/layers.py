@@ -40,14 +40,14 @@ class Linear(nnx.Linear):
         self,
         x: Float[Array, "... I"],
         norm: "LayerNorm | None" = None,
-        scale: "LayerScale | None" = None,
+        layer_scale: "LayerScale | None" = None,
         bias: Float[Array, " O"] | None = None,
     ) -> Float[Array, "... O"]:
-        """Returns scale(norm(x) @ kernel + bias); `bias` is for layers without their own.
+        """Returns layer_scale(norm(x) @ kernel + bias); `bias` is for layers without their own.
 
         In mixed precision the norm's scale and bias act on the kernel and bias: (h * s + b) @ W =
-        h @ (s * W) + b @ W, and `scale` does, too. Their gradients then follow from those of kernel
-        and bias, and need no sums over all rows.
+        h @ (s * W) + b @ W, and in bfloat16 LayerScale does, too. Their gradients then follow from
+        those of kernel and bias, and need no sums over all rows.
         """
         mixed = self.dtype != self.kernel.dtype
         if norm is not None and not mixed:
@@ -56,7 +56,6 @@ class Linear(nnx.Linear):
         if not mixed:
             out = super().__call__(rows)
             out = out if bias is None else out + bias
-            out = out if scale is None else scale(out)
         else:
             kernel, bias = self.kernel[...], bias if self.bias is None else self.bias[...]
             if norm is not None:
@@ -64,10 +63,12 @@ class Linear(nnx.Linear):
                 shift = (norm.bias[...][:, None] * kernel).sum(axis=0)
                 bias = shift if bias is None else bias + shift
                 kernel = norm.scale[...][:, None] * kernel
-            if scale is not None:
-                kernel = kernel * scale.gamma[...]
-                bias = None if bias is None else bias * scale.gamma[...]
+            # float16 cannot hold a kernel times the small factors that LayerScale starts with.
+            if layer_scale is not None and self.dtype == jnp.bfloat16:
+                gamma, layer_scale = layer_scale.gamma[...], None
+                kernel, bias = kernel * gamma, None if bias is None else bias * gamma
             out = affine(rows.astype(self.dtype), kernel, bias)
+        out = out if layer_scale is None else layer_scale(out)
         return checkpoint_name(by_example(out.reshape(*x.shape[:-1], -1)), PRODUCT)
 
 
@@ -323,9 +324,9 @@ class Mlp(nnx.Module):
         self,
         x: Float[Array, "... C"],
         norm: LayerNorm | None = None,
-        scale: "LayerScale | None" = None,
+        layer_scale: "LayerScale | None" = None,
     ) -> Float[Array, "... C"]:
-        return self.fc2(self.activation(self.fc1(x, norm)), scale=scale)
+        return self.fc2(self.activation(self.fc1(x, norm)), layer_scale=layer_scale)
 
 
 class SwiGLU(nnx.Module):
@@ -344,10 +345,10 @@ class SwiGLU(nnx.Module):
         self,
         x: Float[Array, "... C"],
         norm: LayerNorm | None = None,
-        scale: "LayerScale | None" = None,
+        layer_scale: "LayerScale | None" = None,
     ) -> Float[Array, "... C"]:
         gate, value = jnp.split(self.fc1(x, norm), 2, axis=-1)
-        return self.fc2(jax.nn.silu(gate) * value, scale=scale)
+        return self.fc2(jax.nn.silu(gate) * value, layer_scale=layer_scale)
 
 
 FEED_FORWARD = {"mlp": Mlp, "swiglu": SwiGLU}

@@ -103,9 +103,9 @@ class ViTOptions(Options):
             map of that size. Integer coordinates are the same either way.
         scan_layers: stack the blocks' parameters and run them in a scan: the same results, with a
             compile time that does not grow with depth.
-        remat: what the backward pass recomputes, for less memory: None for little more than norms
-            and activation functions, "dots" for all but the products of weights, "blocks" for
-            whole blocks, of which only the input is kept. The results are the same.
+        remat: what the backward pass recomputes, for less memory. None: norms and activation
+            functions; "dots": everything except dense layers, attention included; "blocks": whole
+            blocks, of which only the input is kept. Results are equal up to rounding.
     """
 
     patch_size: Count = 16
@@ -328,8 +328,9 @@ class ViT(Backbone):
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         learned = (self.class_token, self.distillation_token, self.registers)
         prefix = [token[0] for token in learned if token is not None]
-        prefix = jnp.concatenate([jnp.zeros((0, x.shape[-1])), *prefix])
-        embedded = self.position.stage.embed_prefix
+        if not prefix:
+            return self.position.embed(x, grid, key)
+        prefix, embedded = jnp.concatenate(prefix), self.position.stage.embed_prefix
         x = self.position.embed(insert(prefix[:embedded], x, 0), grid, key)
         return insert(prefix[embedded:], x, embedded)
 

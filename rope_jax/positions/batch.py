@@ -1,6 +1,7 @@
 """Arrays that all examples of a batch share."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ from jaxtyping import Array, Float
 def add(tokens: Float[Array, "B L C"], table: Float[Array, "L C"]) -> Float[Array, "B L C"]:
     """Adds a table to the tokens of each example.
 
-    The gradient of a table of a wider dtype is the product of ones with that of the tokens, summed
-    in the table's dtype. For a plain sum, XLA lays the tokens of the whole model out with the batch
-    innermost on a GPU, and transposes them in every block.
+    In mixed precision the gradient of the table is the product of ones with that of the tokens,
+    summed in the table's dtype. For a plain sum, XLA lays the tokens of the whole model out with
+    the batch innermost on a GPU, and transposes them in every block. With equal dtypes it is the
+    plain sum, which `jax.jvp` supports, too.
     """
     repeated = _repeat if table.dtype != tokens.dtype else _broadcast
-    return tokens + repeated(len(tokens), tokens.dtype, table)
+    return tokens + repeated(tokens.shape[0], tokens.dtype, table)
 
 
 def insert(
@@ -31,18 +33,19 @@ def insert(
     return add(tokens, jnp.pad(rows, ((place, length - place), (0, 0))))
 
 
-def _broadcast(batch: int, dtype: np.dtype, table: Array) -> Array:
+# In an exported program the batch may be a symbol.
+def _broadcast(batch: Any, dtype: np.dtype, table: Array) -> Array:
     return jnp.broadcast_to(table.astype(dtype), (batch, *table.shape))
 
 
 _repeat = functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))(_broadcast)
 
 
-def _forward(batch: int, dtype: np.dtype, table: Array) -> tuple[Array, Array]:
+def _forward(batch: Any, dtype: np.dtype, table: Array) -> tuple[Array, Array]:
     return _broadcast(batch, dtype, table), table
 
 
-def _backward(batch: int, dtype: np.dtype, table: Array, d_repeated: Array) -> tuple[Array]:
+def _backward(batch: Any, dtype: np.dtype, table: Array, d_repeated: Array) -> tuple[Array]:
     ones = jnp.ones(batch, dtype)
     return (jnp.tensordot(ones, d_repeated, 1, preferred_element_type=table.dtype),)
 

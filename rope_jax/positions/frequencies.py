@@ -74,7 +74,7 @@ def nyquist(rungs: np.ndarray, step: float) -> np.ndarray:
     >>> (nyquist(deal(1, 2), 2 / 8) / np.pi).tolist()  # 8 patches in [-1, 1]
     [[1.0, 2.0]]
     """
-    return np.pi * (1 / min(max(step, 0.1), 1)) ** rungs
+    return np.pi / max(step, 1) * (1 / min(max(step, 0.1), 1)) ** rungs
 
 
 AXIAL_GENERATORS = {make.__name__: make for make in (hdit, eq35, table31, exponential, pixel)}

@@ -382,8 +382,8 @@ class AxialRope(Rotary):
             )
         if coords == "absolute" and generator == "nyquist":
             raise ValueError(
-                "generator=nyquist is for coordinates in a box, which coords=absolute has not: use "
-                "generator=exponential, or other coords"
+                "generator=nyquist is for coordinates in a box, which coords=absolute does not "
+                "have: use generator=exponential, or other coords"
             )
         if window_coords == "local_unit":
             self.stage = dataclasses.replace(stage, window_box="own")

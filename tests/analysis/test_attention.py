@@ -85,7 +85,7 @@ def test_weights_of_a_padded_map_exclude_padding():
     ("name", "changes", "tokens"),
     [
         pytest.param("deit_ti16", {}, 15, marks=pytest.mark.slow),  # with a class token
-        ("vit_s16", {"scan_layers": True}, 15),
+        ("vit_s16", {"scan_layers": True, "remat": "blocks"}, 15),
         pytest.param("nat_isotropic_s16", {}, 9, marks=pytest.mark.slow),  # neighbourhoods of 3 x 3
     ],
 )

@@ -129,7 +129,7 @@ def _bytes_moved(computations: dict[str, Computation], caller: Computation, x: I
 
 
 def _find_array(body: Computation, name: str) -> tuple[str, ...]:
-    """What tells an array from others, however it is viewed."""
+    """The identity of an array, the same for all its views."""
     x = body[name]
     if x.kind not in ("bitcast", "get-tuple-element"):
         return (name,)

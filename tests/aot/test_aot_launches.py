@@ -4,13 +4,19 @@ import pytest
 
 from benchmarks.memory import classifier, compile_step
 from tests.aot.program import Launch, launches
+from tests.models.small import some_slow
 
 # Model -> images; GB, launches and those under 2 MB at most, of all that is neither product nor
 # attention. A launch that moves less than 2 MB takes about as long as an empty one.
-LIMITS = {"vit_s16": (256, 26.2, 395, 160), "dinov3_s16": (256, 27.0, 485, 200)}
+LIMITS = {
+    "vit_s16": (256, 26.2, 395, 160),
+    "dinov3_s16": (256, 27.0, 485, 200),
+    "swin_t": (128, 23.5, 490, 225),
+    "nat_mini": (128, 19.1, 670, 340),
+}
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", some_slow(LIMITS, ["vit_s16"]))
 def test_steps_move_no_more_than_before(name, gpus):
     batch, gigabytes, most, most_tiny = LIMITS[name]
     all_launches = launches(compile_step(classifier(name), gpus[:1], batch).text)

@@ -554,13 +554,20 @@ def test_sets_of_huggingface_equal_their_folder(tmp_path, monkeypatch):
     datasets.DatasetDict(sets).save_to_disk(tmp_path / "saved")
     (tmp_path / "parquet" / "data").mkdir(parents=True)
     for split, part in sets.items():
-        part.to_parquet(tmp_path / "parquet" / "data" / f"{split}-00000-of-00001.parquet")
+        part.to_parquet(
+            tmp_path / "parquet" / "data" / f"{split}-00000-of-00001.parquet", batch_size=2
+        )
     sets["train"].save_to_disk(tmp_path / "one")
     for name, split in itertools.product(("saved", "parquet"), sets):
         other = load("huggingface", str(tmp_path / name), split, (12, 12)).source
         expect_equal(other, Folder(str(tmp_path / "folder"), split))
     with pytest.raises(FileNotFoundError, match=r"no split validation .* it has train"):
         load("huggingface", str(tmp_path / "one"), "test", 12)
+    rows["test"][1]["picture"] = None
+    lacking = datasets.Dataset.from_list(rows["test"], features=features, split="test")
+    lacking.save_to_disk(tmp_path / "lacking")
+    with pytest.raises(ValueError, match=r"lacking: 1 of \d+ rows have no 'picture'"):
+        load("huggingface", str(tmp_path / "lacking"), "test", 12)
     sets["test"].remove_columns("label").save_to_disk(tmp_path / "unlabelled")
     with pytest.raises(ValueError, match="0 features of the type ClassLabel"):
         load("huggingface", str(tmp_path / "unlabelled"), "train", 12)

@@ -90,7 +90,7 @@ def apply_normalized(dtype, params, x, *, apart):
     scale = layer_scale(8, 1.0, dtypes["param_dtype"])
     graph, _, rest = nnx.split(nnx.List([norm, layer, scale]), nnx.Param, ...)
     norm, layer, scale = nnx.merge(graph, params, rest)
-    return scale(layer(norm(x))) if apart else layer(x, norm, scale)
+    return scale(layer(norm(x))) if apart else layer(x, norm, layer_scale=scale)
 
 
 def test_norm_and_scale_folded_into_weights_keep_gradients(x64):

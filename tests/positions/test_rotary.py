@@ -194,7 +194,7 @@ def test_angles(text):
 
 @pytest.mark.parametrize("coords", ["centres", "endpoints"])
 def test_no_pair_aliases_on_the_training_map_with_generator_nyquist(coords):
-    for sides in [(1, 1), (1, 3), (4, 3), (7, 7), (14, 9)]:
+    for sides in [(1, 1), (1, 2), (2, 2), (1, 3), (4, 3), (7, 7), (14, 9)]:
         position = scheme(f"axial_rope(generator=nyquist,coords={coords})", grid=sides)
         theta = angles(position.terms(sides).rotation).reshape(HEADS, *sides, -1)
         fastest = max(np.abs(np.diff(theta, axis=axis)).max(initial=0.0) for axis in (1, 2))

@@ -54,6 +54,15 @@ def test_the_program_runs_without_the_package(name, options, tmp_path):
     np.testing.assert_allclose(np.load(files[2]), jax.jit(model)(images), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_images_may_be_open(dtype, tmp_path):
+    options = {"depth": 1, "width": 24, "heads": 2, "registers": 2, "position": "lape(ape)"}
+    model = small("deit_ti16", dtype=dtype, **options)
+    rope_jax.export(model, tmp_path / "model.bin", resolution=32, platforms=("cpu",))
+    program = rope_jax.load_exported(tmp_path / "model.bin")
+    assert str(program.in_avals[0].shape[0]) == "b"
+
+
 def test_exporting_does_not_change_the_model(tmp_path):
     model = small("deit_ti16", depth=1, width=24, heads=2)
     before = model.position.embedding.shape

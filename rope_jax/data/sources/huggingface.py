@@ -42,8 +42,12 @@ class HuggingFace(Source):
 
     def _write(self, folder: Path) -> None:
         rows, classes = self._rows, self._rows.features[self._label].names
+        for name in (self._image, self._label):
+            if missing := rows.data.column(name).null_count:
+                raise ValueError(f"{self._path}: {missing} of {len(rows)} rows have no {name!r}")
         labels = np.array(rows[self._label])
-        paths = rows.data.column(self._image).combine_chunks().field("path").to_pylist()
+        chunks = rows.data.column(self._image).chunks  # together they may exceed Arrow's 2 GB
+        paths = [path for chunk in chunks for path in chunk.field("path").to_pylist()]
         names = [Path(path).name if path else f"{k:09}" for k, path in enumerate(paths)]
         order = sorted(range(len(labels)), key=lambda k: (labels[k], names[k]))
         write_index(
@@ -74,7 +78,7 @@ class HuggingFace(Source):
         else:
             splits = {}
             for file in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
-                splits.setdefault(file.name.partition("-")[0], []).append(str(file))
+                splits.setdefault(file.stem.partition("-")[0], []).append(str(file))
         stored = next((name for name in _SPLITS[self._split] if name in splits), None)
         if stored is None:
             raise FileNotFoundError(
