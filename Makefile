@@ -21,7 +21,7 @@ help:
 	@echo "make test-all                     these three"
 	@echo "make test-faults                  fault injection: kills, damaged checkpoints, attacks (twenty minutes)"
 	@echo "make test-newest                  a selection with the newest jax, flax, ... within the bounds (5 GB of CUDA wheels in .venv-newest)"
-	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
+	@echo "make test-aot                     compile and emulate the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       regenerate the documentation's tables and pictures from the results"
 	@echo "make docs                         the documentation site, in build/docs (.venv-docs)"
 	@echo "make links                        check the site's links to other sites (needs a network)"
@@ -85,7 +85,8 @@ test-all: test test-process test-slow
 test-faults: setup
 	$(RUN) -m tests.faults.long --out experiments/results/faults_cpu.json
 
-# Compiles the GPU kernels on any machine, with or without a GPU (.venv-cuda: 5 GB of CUDA wheels).
+# Compiles the GPU kernels on any machine, with or without a GPU, and emulates their PTX (.venv-cuda:
+# 5 GB of CUDA wheels).
 .PHONY: test-aot
 test-aot: .venv-cuda/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 2 --dist worksteal tests/aot $(ARGS)

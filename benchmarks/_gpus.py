@@ -10,12 +10,20 @@ from jax.experimental import topologies
 from rope_jax_kernels import device
 
 H200, A100, L4, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Tesla T4"
+B200 = "NVIDIA B200"
 TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
 
 # Differences from the H200, except those in `device.KINDS`, from NVIDIA's data sheets and
 # "Technical specifications per compute capability" in the CUDA programming guide.
 KINDS = {
     H200: {},
+    B200: {
+        "core_count": 148,
+        "l2_cache_size": 132644864,
+        "memory_bandwidth": 8000000000000,
+        "device_memory_size": 192000000000,
+        "clock_rate_ghz": 1.965,
+    },
     A100: {
         "core_count": 108,
         "fpus_per_core": 64,

@@ -1,0 +1,151 @@
+"""A compiled kernel, and its emulation on arrays."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from tests.ptx import (  # noqa: F401 (the table)
+    arithmetic,
+    matrices,
+    movement,
+    synchronization,
+    tensor_memory,
+)
+from tests.ptx.machine import Machine, blocks_together
+from tests.ptx.memory import GlobalMemory
+from tests.ptx.order import Findings
+from tests.ptx.program import Program
+
+THREADS_TOGETHER = 4096  # that run as one vector
+MAPS = 1 << 32  # address of the tensor maps
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """A tensor in global memory as the copy engine sees it, its innermost dimension first.
+
+    Attributes:
+        base: address.
+        sizes, strides: of each dimension; strides in bytes.
+        box: sizes of the part that is copied.
+        swizzle: bytes of a row whose units are exchanged in shared memory; 16 for none.
+        itemsize: bytes of an element.
+    """
+
+    base: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    itemsize: int
+
+    def elements(self, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Addresses of a box's elements in shared memory's order, and which are inside."""
+        grid = np.indices(self.box[::-1])[::-1]
+        place = [x.ravel() + start for x, start in zip(grid, starts, strict=True)]
+        inside = [(x >= 0) & (x < size) for x, size in zip(place, self.sizes, strict=True)]
+        address = self.base + sum(x * y for x, y in zip(place, self.strides, strict=True))
+        return address, np.logical_and.reduce(inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The tensor map of an operand, before its address is known; outermost dimension first."""
+
+    operand: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A compiled kernel and how it is launched.
+
+    Attributes:
+        ptx: its text.
+        grid: blocks along x, y and z.
+        threads: of a block.
+        shared: bytes of a block's shared memory.
+        outputs: shape and dtype of each output, which follow the inputs as parameters.
+        aliases: input -> output in the same memory.
+        mutable: inputs that the kernel may write, whose values follow the outputs.
+        tensors: tensor maps, which are one parameter after all pointers of other operands.
+    """
+
+    ptx: str
+    grid: tuple[int, ...]
+    threads: int
+    shared: int
+    outputs: tuple
+    aliases: dict[int, int] = dataclasses.field(default_factory=dict)
+    mutable: tuple[int, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return read_program(self.ptx).kernel.name
+
+
+read_program = functools.lru_cache(maxsize=64)(Program)
+
+
+@dataclasses.dataclass
+class Partial:
+    """An array of which a part is not written yet; a mask of its shape tells which is."""
+
+    value: np.ndarray
+    written: np.ndarray
+
+
+def emulate(launch: Launch, inputs: list, findings: Findings) -> list:
+    """Runs a launch on arrays, some of which may be `Partial`.
+
+    Returns its outputs, then mutable inputs as they are left; those that are not written everywhere
+    as `Partial`.
+    """
+    program = read_program(launch.ptx)
+    arrays = []
+    for i, x in enumerate(inputs):
+        value, written = (x.value, x.written) if isinstance(x, Partial) else (x, True)
+        arrays.append((f"input {i}", np.ascontiguousarray(value), written))
+    place = {output: i for i, output in launch.aliases.items()}
+    for i, (shape, dtype) in enumerate(launch.outputs):
+        if i not in place:
+            place[i] = len(arrays)
+            arrays.append((f"output {i}", np.empty(shape, dtype), False))
+    operands = [*range(len(inputs)), *(place[i] for i in range(len(launch.outputs)))]
+    memory = GlobalMemory(arrays, launch.threads // 32, findings)
+    params, tensors = bind(program, launch, memory, operands, arrays)
+    for blocks in blocks_together(launch.threads, math.prod(launch.grid), THREADS_TOGETHER):
+        shared = max(launch.shared, program.kernel.static_shared)
+        Machine(
+            program, launch.grid, launch.threads, shared, blocks, memory, params, tensors, findings
+        ).run()
+    results = [memory.contents(i) for i in (*operands[len(inputs) :], *launch.mutable)]
+    return [value if written.all() else Partial(value, written) for value, written in results]
+
+
+def bind(program, launch, memory, operands, arrays):
+    """Values of the kernel's parameters, and tensor maps by address."""
+    described = {x.operand for x in launch.tensors}
+    pointers = iter([memory.address(x) for i, x in enumerate(operands) if i not in described])
+    params, tensors = {}, {}
+    for name, size in program.kernel.params:
+        params[name] = MAPS if size > 8 else next(pointers)
+    if next(pointers, None) is not None:
+        raise ValueError(f"{program.kernel.name} has fewer parameters than operands")
+    for i, x in enumerate(launch.tensors):
+        itemsize = arrays[operands[x.operand]][1].dtype.itemsize
+        tensors[MAPS + 128 * i] = TensorMap(
+            memory.address(operands[x.operand]),
+            x.sizes[::-1],
+            tuple(itemsize * y for y in x.strides[::-1]),
+            x.box[::-1],
+            x.swizzle,
+            itemsize,
+        )
+    return params, tensors
