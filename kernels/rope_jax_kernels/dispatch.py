@@ -66,14 +66,16 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # - rotate, rotate_by_angles: only where `kernels_pay`.
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
 # - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
-# - mosaic: not preferred before it has been measured against triton.
+# - mosaic for attention: `Window` in 16 bits, where `is_preferred` of its module says so: it issues
+#   0.5 to 0.6 times the instructions of Triton's kernels (Swin, heads of 32 and 64), and no time of
+#   either was measured. For rotations it is not preferred before it has been measured.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
 PREFERENCE: dict[str, dict[str, range]] = {
     "rotate": {"triton": FROM_AMPERE},
     "rotate_by_angles": {"triton": FROM_AMPERE},
     "unpack_and_rotate": {"triton": FROM_AMPERE},
-    "attention": {"cudnn": FROM_AMPERE, "triton": HOPPER},
-    "attention_qkv": {"cudnn": FROM_AMPERE, "triton": HOPPER},
+    "attention": {"cudnn": FROM_AMPERE, "mosaic": HOPPER, "triton": HOPPER},
+    "attention_qkv": {"cudnn": FROM_AMPERE, "mosaic": HOPPER, "triton": HOPPER},
 }
 
 # Implementation of attention -> those whose backward pass follows its forward pass: the first that
@@ -108,7 +110,15 @@ def resolve(op: str, arguments: dict[str, Any], kernels_pay: bool = True) -> str
         kernels_pay: see `candidates`.
     """
     tried = candidates(op, kernels_pay)
-    return next(name for name in tried if refusal(op, name, arguments) is None)
+    return next(name for name in tried if serves_best(op, name, arguments))
+
+
+def serves_best(op: str, implementation: str, arguments: dict[str, Any]) -> bool:
+    """True if an implementation serves a call and, of those that it serves, is preferred for it."""
+    if refusal(op, implementation, arguments) is not None:
+        return False
+    is_preferred = getattr(load_module(op, implementation), "is_preferred", None)
+    return is_preferred is None or is_preferred(**arguments)
 
 
 def run_named(op: str, implementation: str, arguments: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The Hopper kernel of global attention as machine code: spills, instructions, launches."""
+"""Mosaic GPU's kernels of attention for Hopper as machine code: spills, instructions, launches."""
 
 import functools
 import re
@@ -7,7 +7,8 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from rope_jax_kernels import Global, attention
+from rope_jax_kernels import Global, Window, attention
+from rope_jax_kernels.attention.window_boxes import WindowBoxes
 from tests.aot.layers import attend, make_layer, train
 from tests.aot.program import TARGETS, budget, collectives
 
@@ -89,6 +90,34 @@ def test_machine_code_backward(name, compile_for):
     assert kernel.runs_out == 0
 
 
+# Layer with a bias, and the bytes that its backward kernel spills, outside its inner loop.
+WINDOWS = {
+    "Swin": (make_layer("swin_t_1"), 0),
+    "Swin, heads of 64, all channels": (make_layer("swin_t_1", head_dim=64, pairs=32), 0),
+    "Swin at 384 px": (make_layer("swin_384px"), 192),
+    "windows of 10 with heads of 64": (
+        make_layer("swin_t_1", head_dim=64, pattern=Window((10, 10), (5, 5)), pairs=32),
+        320,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_machine_code_of_windows(name, compile_for):
+    layer, spilled = WINDOWS[name]
+    program = compile_for(
+        (1, 1), functools.partial(train, layer, "mosaic"), *layer.shapes(64).values()
+    )
+    assert list_kernels(program) == [MOSAIC] * 2
+    kernels = {"backward" in x.name: x for x in program.kernels}
+    boxes = len(WindowBoxes(layer.places, layer.pattern, 2 * layer.head_dim).boxes())
+    for backward, arrays, most in ((False, 1, 0), (True, 3, spilled)):
+        kernel = kernels[backward]
+        assert kernel.spilled_bytes <= budget(most, elsewhere=512)
+        assert kernel.ptx.count("wgmma.mma_async") > 0
+        assert (kernel.tensors_out, kernel.runs_out) == (arrays * boxes, 0)
+
+
 def test_triton_runs_the_backward_pass_of_many_tokens(compile_for):
     name = "ViT at 512 px"
     program = compile_for((1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name))
@@ -97,17 +126,19 @@ def test_triton_runs_the_backward_pass_of_many_tokens(compile_for):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_no_collective_when_sharded_over_batch_and_heads(check_vma, compile_for):
+@pytest.mark.parametrize("layer", [CASES["ViT-S"][0], make_layer("swin_t_1", bias=False)])
+def test_no_collective_when_sharded_over_batch_and_heads(layer, check_vma, compile_for):
     """Forward and backward in one program."""
-    specs = [P("data", None, None, "heads"), P(), P("heads"), P("data", None, "heads")]
+    lead = ["data", *[None] * len(layer.places)]
+    specs = [P(*lead, None, "heads"), P(), P("heads"), P(*lead, "heads")]
     options = {"in_specs": tuple(specs[:3]), "out_specs": specs[3], "check_vma": check_vma}
-    sharded = jax.shard_map(forward("ViT-S"), **options)
+    sharded = jax.shard_map(functools.partial(attend, layer, "mosaic"), **options)
 
     def step(qkv, coords, freqs, cotangent):
         out, pull_back = jax.vjp(lambda qkv: sharded(qkv, coords, freqs), qkv)
         return out, pull_back(cotangent)
 
-    *operands, _, out = shapes("ViT-S")
+    *operands, _, out = layer.shapes(16).values()
     program = compile_for((2, 3), step, *operands, out, specs=specs)
     assert list_kernels(program) == [MOSAIC] * 2
     assert collectives(program.text) == []

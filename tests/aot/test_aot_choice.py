@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks._gpus import A100, H200, L4, T4
-from rope_jax_kernels import Global
+from rope_jax_kernels import Global, Window
 from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
@@ -30,9 +30,9 @@ def compile_layer(layer, implementation, gpu, dtype="bfloat16", function=train):
 
 
 def attention_kernels(program):
-    """Kernels of attention in a program: "cudnn", "triton"."""
+    """Kernels of attention in a program: "cudnn", "triton", "mosaic"."""
     targets = set(re.findall(r'custom_call_target="([^"]*)"', program.as_text()))
-    names = {"__cudnn$fmha": "cudnn", "triton": "triton"}
+    names = {"__cudnn$fmha": "cudnn", "triton": "triton", "mosaic": "mosaic"}
     return {name for part, name in names.items() if any(part in target for target in targets)}
 
 
@@ -61,7 +61,8 @@ def test_the_default(case, function, gpu_of):
         expected = set() if kind == T4 else {"cudnn", "triton"}
         assert holds_weights(layer, program) == (kind == T4)
     else:
-        expected = {"triton"} if kind == H200 else set()
+        name = "mosaic" if isinstance(layer.pattern, Window) else "triton"
+        expected = {name} if kind == H200 else set()
     assert attention_kernels(program) == expected
 
 

@@ -316,6 +316,15 @@ MOSAIC = [
     Attention(Global(), (17,), head_dim=64, axes=3, batch=37),
     Attention(Global(), (130,), head_dim=64, pairs=16, learned=False),
 ]
+MOSAIC_WINDOWS = [
+    *(WINDOWS[i] for i in (0, 1, 2, 3, 4, 8)),
+    Attention(Window((3, 5), (1, 4)), (7, 11), heads=2, bias=True, batch=3, shared=True),
+    Attention(Window((7, 7), (3, 3)), (7, 14), head_dim=64, pairs=32, packed=False, learned=False),
+    Attention(Window((2, 2), (1, 1)), (5, 4), bias=True, axes=3, scale=-0.3),
+    Attention(Window((9, 9), (4, 5)), (11, 9), head_dim=64, pairs=16, bias=True),
+    Attention(Window((12, 12)), (12, 14), pairs=0, batch=1),
+    Attention(Window((8, 8), (0, 3)), (8, 17), pairs=16, packed=False, batch=1),
+]
 
 
 def with_dtype(cases, dtype):
@@ -330,7 +339,8 @@ CALLS = [
         (H200, "triton", with_dtype([*SOME, WINDOWS[7], GLOBAL[4]], "float32")),
         (A100, "triton", [*SOME, *with_dtype([*SOME, WINDOWS[7]], "float32"), *CLOSED]),
         (B200, "triton", [*SOME, *with_dtype([*SOME[:3], WINDOWS[7]], "float32"), *CLOSED]),
-        (H200, "mosaic", MOSAIC),
+        (H200, "mosaic", MOSAIC + MOSAIC_WINDOWS),
+        (H200, "mosaic", with_dtype(MOSAIC_WINDOWS[1:3], "float16")),
         (H200, "mosaic", with_dtype(MOSAIC[:3], "float16")),
     )
     for case in cases
@@ -374,6 +384,9 @@ def test_programs_of_several_examples(kind, case, gpu_of):
         Case(batch=7, tokens=53, heads=2, head_dim=32, pairs=16, layout="BNLD"),
         Attention(Global(), (130,), head_dim=64, pairs=16, batch=5),
         Attention(Global(), (300,), batch=3),
+        Attention(Window((7, 7), (3, 3)), (8, 7), bias=True, batch=5),
+        Attention(Window((10, 10), (5, 5)), (10, 11), head_dim=64, pairs=16, bias=True, batch=5),
+        Attention(Window((12, 12), (6, 6)), (12, 13), bias=True, batch=3),
     ],
     ids=str,
 )

@@ -29,11 +29,13 @@ CASES = {
     "ViT, 12 heads of 32, mosaic": (make_layer("vit_s_12_heads", bias=False), 256, "mosaic"),
     "Swin, stage 1": (make_layer("swin_t_1", bias=False), 128, "triton"),
     "Swin, stage 1, bias": (make_layer("swin_t_1", bias=True), 128, "triton"),
+    "Swin, stage 1, mosaic": (make_layer("swin_t_1", bias=False), 128, "mosaic"),
+    "Swin, stage 1, bias, mosaic": (make_layer("swin_t_1", bias=True), 128, "mosaic"),
     "NAT, stage 1": (make_layer("nat_mini_1", bias=False), 64, "triton"),
     "NAT, stage 1, bias": (make_layer("nat_mini_1", bias=True), 64, "triton"),
 }
 # Kernels of the forward pass; those of the backward pass also move gradients.
-FORWARD = ("attention_forward_kernel", "attention_mosaic")
+FORWARD = ("attention_forward_kernel", "attention_mosaic", "attention_mosaic_window")
 # Corners of the sizes of Kane's thesis: images, rows and channels.
 ROTATIONS = {
     "rotation, 7 x 7 rows of 32": (1, 7 * 7, 32),

@@ -91,6 +91,7 @@ RUNS = [
     Run("mosaic", Global(), (197,)),
     Run("cudnn", Global(), (197,)),
     Run("triton", Window((7, 7), (3, 3)), (17, 18), head_dim=32, pairs=8),
+    Run("mosaic", Window((7, 7), (3, 3)), (17, 18), head_dim=32, pairs=8),
     Run("triton", Neighborhood((7, 7)), (17, 18), head_dim=32, pairs=8),
     Run("triton", Neighborhood((3, 5), (2, 3)), (9, 20), head_dim=32, pairs=8),
 ]

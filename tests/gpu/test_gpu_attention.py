@@ -12,7 +12,7 @@ from tests.kernels import test_attention_triton as interpreted
 
 pytestmark = pytest.mark.gpu
 
-# Cases of "mosaic": without a bias, R a multiple of 8.
+# Cases of "mosaic" for `Global`: without a bias, R a multiple of 8.
 MOSAIC = {
     "ViT-S": ((197,), {"heads": 6, "head_dim": 64, "pairs": 32, "batch": 64}),
     "separate arrays": ((196,), {"heads": 6, "head_dim": 64, "pairs": 16, "packed": False}),
@@ -44,6 +44,14 @@ MODELS = {
     "NAT": layer_case("nat_mini_1"),
     "DiNAT": layer_case("dinat_mini_1", pairs=8),
     "head dimension 128": layer_case("vit_heads_of_128", heads=2, bias=False),
+}
+
+
+MOSAIC_WINDOWS = {
+    "Swin": MODELS["Swin"],
+    "Swin at 384 px": MODELS["Swin at 384 px"],
+    "heads of 64, separate arrays": layer_case("swin_t_2", head_dim=64, pairs=32, packed=False),
+    "windows of two tiles": (Window((9, 9), (4, 4)), (20, 31), {"head_dim": 64, "batch": 40}),
 }
 
 
@@ -80,6 +88,14 @@ def test_mosaic(name, dtype):
         interpreted.check(
             Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", MOSAIC_WINDOWS)
+def test_mosaic_windows(name, dtype):
+    pattern, places, options = MOSAIC_WINDOWS[name]
+    with jax.default_matmul_precision("highest"):
+        interpreted.check(pattern, places, dtype=dtype, implementation="mosaic", **options)
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "ViT at 512 px"])

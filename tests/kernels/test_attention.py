@@ -399,6 +399,7 @@ def test_wrong_types_and_values_are_refused(call, error, words):
 
 HEADS = np.ones((1, 8, 2, 64), jnp.bfloat16)
 MIXED = [HEADS, HEADS, HEADS.astype("float16")]
+MANY = np.ones((1, 24, 24, 1, 64), jnp.bfloat16)
 
 
 def token_rotation(pairs=16, axes=2, pairing="half"):
@@ -417,8 +418,11 @@ def token_rotation(pairs=16, axes=2, pairing="half"):
         ("cudnn", [HEADS.astype("float32")] * 3, {}, "float16 and bfloat16"),
         ("cudnn", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
         ("mosaic", [HEADS] * 3, {"rotation": token_rotation(), "scale": 0.1}, "ok"),
-        ("mosaic", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
-        ("mosaic", [HEADS] * 3, {"bias": ones((2, 8, 8))}, "a bias, which it does not read"),
+        ("mosaic", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "Global and Window"),
+        ("mosaic", [HEADS[:, None]] * 3, {"pattern": Window((1, 4)), "bias": ones((2, 7))}, "ok"),
+        ("mosaic", [MANY] * 3, {"pattern": Window((12, 12), (6, 6))}, "3 tiles of 64 tokens; in"),
+        ("mosaic", [MANY[..., :32]] * 3, {"pattern": Window((12, 12), (6, 6))}, "ok"),
+        ("mosaic", [HEADS] * 3, {"bias": ones((2, 8, 8))}, "reads inside windows alone"),
         ("mosaic", [HEADS.astype("float32")] * 3, {}, "float32; float16 and bfloat16"),
         ("mosaic", [HEADS[..., :48]] * 3, {}, "head dimension is 48; 32, 64, 128"),
         (

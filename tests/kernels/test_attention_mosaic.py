@@ -1,4 +1,4 @@
-"""The Hopper kernel of global attention in interpret mode, against "xla" in float64.
+"""The Hopper kernels of attention in interpret mode, against "xla" in float64.
 
 Interpret mode simulates copies, barriers and shared memory, and the copy engine's behaviour past
 the end of an array. It has no matrix instruction with an operand in registers: products are
@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.core import flatten_ref_union
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rope_jax_kernels import Global, attention, explain
+from rope_jax_kernels import Global, Window, attention, explain
 from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.covering import covering
@@ -58,8 +58,27 @@ GRADIENTS = {
     "float16": ((70,), {"heads": 1, "batch": 1, "dtype": jnp.float16}),
     "too many tokens": ((257,), {"heads": 1, "batch": 1}),
 }
+# Boxes that the roll carries, that reach past the map, that have an odd number of tokens.
+WINDOWS = {
+    "shifted windows with a bias": (
+        Window((7, 7), (3, 3)),
+        (8, 9),
+        {"bias": True, "batch": 3, "heads": 1},
+    ),
+    "windows of one box": (
+        Window((3, 5)),
+        (4, 5),
+        {"head_dim": 64, "pairs": 16, "packed": False, "heads": 2, "batch": 1},
+    ),
+    "windows of two tiles": (
+        Window((9, 9), (4, 0)),
+        (11, 9),
+        {"bias": True, "pairs": 16, "batch": 2, "heads": 1, "dtype": jnp.float16},
+    ),
+}
 CASES = {name: (n, options | {"gradients": False}) for name, (n, options) in FORWARD.items()}
 CASES |= GRADIENTS
+CASES = {name: (Global(), *case) for name, case in CASES.items()} | WINDOWS
 
 
 @pytest.fixture
@@ -69,17 +88,20 @@ def busy(monkeypatch):
 
 
 def check_case(name):
-    places, options = CASES[name]
+    pattern, places, options = CASES[name]
     options = {"dtype": jnp.bfloat16, "bias": False} | options
-    check(Global(), places, implementation="mosaic", **options)
+    check(pattern, places, implementation="mosaic", **options)
 
 
 RACED = ["several examples for a program", "no rotation", "several examples"]
+RACED += ["shifted windows with a bias"]
 # `test_no_races` computes the others, which must not be compiled before.
 ALONE = [name for name in CASES if name not in RACED]
 
 
-@pytest.mark.parametrize("name", covering(ALONE, ["few tokens, no rotation"]))
+@pytest.mark.parametrize(
+    "name", covering(ALONE, ["few tokens, no rotation", "windows of two tiles"])
+)
 def test_outputs_and_gradients(name, busy):
     check_case(name)
 
@@ -137,7 +159,7 @@ def check_several_warpgroups():
             "several stages, no rotation",
             "heads of 128, forward",
         ],
-        ["two blocks", "three blocks without rotation", "ViT"],
+        ["two blocks", "three blocks without rotation", "ViT", "windows of two tiles"],
     ],
 )
 def test_several_warpgroups(names):
@@ -152,19 +174,23 @@ def test_several_warpgroups(names):
 
 
 @pytest.mark.slow
-def test_vmap_of_gradients(busy):
+@pytest.mark.parametrize(
+    ("pattern", "places"), [(Global(), (70,)), (Window((5, 7), (2, 3)), (6, 9))]
+)
+def test_vmap_of_gradients(pattern, places, busy):
     """Over data and rotations; sums of one set of examples do not affect those of another."""
-    qkv, coords, freqs, _, cotangent = operands(
-        Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=3
+    biased = pattern != Global()
+    qkv, coords, freqs, bias, cotangent = operands(
+        pattern, places, dtype=jnp.bfloat16, bias=biased, heads=1, batch=3
     )
     data, freqs = np.stack([qkv, 2 * qkv]), np.stack([freqs, freqs / 2])
     run = lambda qkv, freqs: outputs(
         qkv,
         coords,
         freqs,
-        None,
+        bias,
         cotangent,
-        pattern=Global(),
+        pattern=pattern,
         pairing="half",
         implementation="mosaic",
     )

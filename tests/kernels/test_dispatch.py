@@ -109,10 +109,10 @@ def test_the_default_on_a_gpu(f, shape, kernel, without_cudnn):
         assert "pallas_call" not in str(jax.make_jaxpr(f)(shape))
 
 
-# Kind of device -> implementation by None: `Global` in 16 bits, `Global` in float32, the others.
+# Kind of device -> implementation by None: `Global` and `Window` in 16 bits, the others.
 CHOICES = {
-    "NVIDIA H200": ("cudnn", "triton", "triton"),
-    "NVIDIA H100 80GB HBM3": ("cudnn", "triton", "triton"),
+    "NVIDIA H200": ("cudnn", "mosaic", "triton"),
+    "NVIDIA H100 80GB HBM3": ("cudnn", "mosaic", "triton"),
     "NVIDIA A100-SXM4-80GB": ("cudnn", "xla", "xla"),
     "NVIDIA L4": ("cudnn", "xla", "xla"),
     "NVIDIA B200": ("cudnn", "xla", "xla"),
@@ -126,15 +126,15 @@ CHOICES = {
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_choices_for_layers_of_models(kind, dtype, with_cudnn):
-    for_global, for_float32, for_maps = CHOICES[kind]
-    for_global = for_float32 if dtype == "float32" else for_global
+    for_global, for_windows, otherwise = CHOICES[kind]
+    by_pattern = {} if dtype == "float32" else {Global: for_global, Window: for_windows}
     for name, layer in LAYERS.items():
         is_global = isinstance(layer.pattern, Global)
         for devices in (1, 8):
-            expected = for_global if is_global else for_maps
+            expected = by_pattern.get(type(layer.pattern), otherwise)
             with jax.sharding.use_abstract_mesh(abstract_mesh(kind, devices)):
                 choice, reasons = choose(layer, dtype)
-            if devices > 1 and expected == "triton":
+            if devices > 1 and expected in ("triton", "mosaic"):
                 expected = "xla"
             assert choice == expected, (name, devices)
             assert reasons[choice] == "ok"
@@ -185,6 +185,15 @@ def test_cudnn_serves_explicit_shardings(with_cudnn):
             LAYERS["vit_s"], "bfloat16", jax.sharding.NamedSharding(mesh, spec)
         )
     assert (choice, reasons["cudnn"]) == ("cudnn", "ok")
+
+
+@pytest.mark.parametrize(("size", "name"), [((5, 6), "triton"), ((5, 7), "mosaic")])
+def test_small_windows_have_small_tiles(size, name):
+    """A tile of Mosaic GPU's matrix instructions has 64 tokens."""
+    layer = dataclasses.replace(LAYERS["swin_t_1"], pattern=Window(size))
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        choice, reasons = choose(layer, "bfloat16")
+    assert (choice, reasons["mosaic"]) == (name, "ok")
 
 
 @pytest.mark.parametrize(
@@ -370,6 +379,7 @@ def test_no_ranks_are_promoted(kernel):
     names = ["vit_s", "swin_t_1", "nat_mini_1", "dinat_mini_1"]
     target = abstract_mesh("cpu" if kernel == "xla" else "NVIDIA H200")
     with jax.numpy_rank_promotion("raise"), jax.sharding.use_abstract_mesh(target):
-        for name in names[:1] if kernel == "mosaic" else names:
-            layer = dataclasses.replace(LAYERS[name], bias=kernel != "mosaic")
+        for name in names[:2] if kernel == "mosaic" else names:
+            biased = kernel != "mosaic" or name == "swin_t_1"
+            layer = dataclasses.replace(LAYERS[name], bias=biased)
             jax.eval_shape(functools.partial(train, layer, kernel), *layer.shapes(2).values())

@@ -73,7 +73,8 @@ class Launch:
         outputs: shape and dtype of each output, which follow the inputs as parameters.
         aliases: input -> output in the same memory.
         mutable: inputs that the kernel may write, whose values follow the outputs.
-        tensors: tensor maps, which are one parameter after all pointers of other operands.
+        tensors: tensor maps, which are one parameter after all pointers of other operands. Mosaic
+            GPU orders these as the kernel first uses them, which must be the operands' order.
     """
 
     ptx: str

@@ -168,7 +168,7 @@ class Machine:
                         self._join(place, lanes)
                     self.asleep, self.turned = {}, False
                 self.report(self.steps > MOST_STEPS, "the kernel does not end")
-                self.report(not self.groups, "threads wait for ever at an mbarrier")
+                self.report(not self.groups, "threads wait for ever")
                 if self.steps > MOST_STEPS or not self.groups:
                     return
                 place = min(self.groups)
@@ -225,6 +225,7 @@ class Machine:
             self.live &= ~taken
             self._release_barriers()
         elif step.kind is Kind.WAIT:
+            taken = taken | self.asleep.pop(place, False)
             done = step.run(self, taken)
             if done.any():
                 self._join(place + 1, done)

@@ -12,7 +12,15 @@ from tests.ptx.arithmetic import widen
 from tests.ptx.movement import put_columns, read_columns, swizzle
 from tests.ptx.order import LDMATRIX
 from tests.ptx.parse import elements
-from tests.ptx.program import executes, instruction, number, read_all, sources_of, write_all
+from tests.ptx.program import (
+    Kind,
+    executes,
+    instruction,
+    number,
+    read_all,
+    sources_of,
+    write_all,
+)
 
 K = 16  # the inner dimension of the products here
 
@@ -117,10 +125,12 @@ def under_way(m, group):
     return m.products.setdefault(int(group), [[]])
 
 
-@executes("wgmma.fence")
+@executes("wgmma.fence", kind=Kind.WAIT)
 def _wgmma_fence(m, on, x):
-    """Orders changes of registers before the products that follow."""
-    m.fenced[m.whole(on, 128)] = m.steps
+    """Orders changes of registers before the products that follow, once the warpgroup is there."""
+    whole = (on | ~m.live).reshape(-1, 128).all(axis=1)
+    m.fenced[whole] = m.steps
+    return on & np.repeat(whole, 128)
 
 
 @executes("wgmma.commit_group")

@@ -75,7 +75,7 @@ def plan(task: Task, batch: int) -> Plan:
     return Plan(groups, tiles, blocks, items, min(2, items * tiles), task.head_dim // width, width)
 
 
-def items_per_program(programs: int, batch: int) -> int:
+def items_per_program(programs: int, batch: int, most: int = MOST_ITEMS) -> int:
     """Examples of a program, of `programs` that each example needs.
 
     Chosen to keep all multiprocessors equally busy, counting half an example's time for start-up.
@@ -84,7 +84,7 @@ def items_per_program(programs: int, batch: int) -> int:
     def cost(items: int) -> float:
         return pl.cdiv(programs * pl.cdiv(batch, items), MULTIPROCESSORS) * (items + 0.5)
 
-    return min(range(1, min(MOST_ITEMS, batch) + 1), key=cost)
+    return min(range(1, min(most, batch) + 1), key=cost)
 
 
 def join(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:
@@ -109,18 +109,36 @@ def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"]) -> Float[Array, "_ _
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def compute_logits(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "64 64"]:
-    """Products of turned queries and the turned keys of one block, pieces [P, 64, width]."""
-    pieces, _, width = k_ref.shape
+def turn(
+    x: Float[Array, "64 D"], angles: tuple[Array, Array] | None, dtype: Any
+) -> Float[Array, "64 D"]:
+    """Turns rows by the cosines and sines [64, R] of their angles, and rounds them once."""
+    if angles is None:
+        return x.astype(dtype)
+    cos, sin = angles
+    pairs = cos.shape[1]
+    a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
+    turned = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
+    others = [x[:, 2 * pairs :].astype(dtype)] if 2 * pairs < x.shape[1] else []
+    return join([*turned, *others])
+
+
+def row_products(
+    task: Task, terms: list[tuple[Float[Array, "64 D"], Any]]
+) -> list[Float[Array, "64 keys"]]:
+    """Products of rows in registers with those of one block in pieces [P, keys, width], each."""
     if task.interpret:  # interpret mode has no matrix instruction with an operand in registers
-        return product(q, join([k_ref[i] for i in range(pieces)]).T)
+        return [product(a, join([b[i] for i in range(b.shape[0])]).T) for a, b in terms]
 
-    def multiply(total: Any) -> Array:
-        for i in range(pieces):
-            plgpu.wgmma(total, q[:, i * width : (i + 1) * width], k_ref.at[i].transpose((1, 0)))
-        return total[...]
+    def multiply(*totals: Any) -> list[Array]:
+        for total, (a, b) in zip(totals, terms, strict=True):
+            pieces, _, width = b.shape
+            for i in range(pieces):
+                plgpu.wgmma(total, a[:, i * width : (i + 1) * width], b.at[i].transpose((1, 0)))
+        return [total[...] for total in totals]
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS), jnp.float32))
+    totals = [plgpu.ACC((ROWS, b.shape[1]), jnp.float32) for _, b in terms]
+    return pl.run_scoped(multiply, *totals)
 
 
 def add_products(
@@ -128,11 +146,11 @@ def add_products(
 ) -> list[list[Float[Array, "64 width"]]]:
     """Adds the product of a term to each sum.
 
-        Args:
-            task: the problem.
-            sums: each in pieces [64, width].
-            terms: (a, b), where a [64, _] is in registers or a ref, and b a ref of pieces of rows.
-    rows: of b, which are multiplied.
+    Args:
+        task: the problem.
+        sums: each in pieces [64, width].
+        terms: (a, b), where a [64, _] is in registers or a ref, and b a ref of pieces of rows.
+        rows: of b, which are multiplied.
     """
     if task.interpret:
         return [
@@ -243,14 +261,7 @@ class Program:
 
     def load_and_turn(self, ref: Any, angles: tuple | None) -> Float[Array, "64 D"]:
         """Loads a tile of queries or keys [P, 64, width], turns it and rounds it once."""
-        x = load_rows(ref)
-        if angles is None:
-            return x
-        (cos, sin), pairs = angles, self.task.pairs
-        a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
-        turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-        others = [x[:, 2 * pairs :]] if 2 * pairs < self.task.head_dim else []
-        return join([*turned, *others])
+        return turn(load_rows(ref), angles, self.q[1].dtype)
 
     def turn_keys(self, item: Array, step: Array) -> tuple[Array, Array] | None:
         """Turns this warpgroup's part of a stage, waits for the others, and returns the angles."""
@@ -279,7 +290,7 @@ class Program:
     def attend(self, q: Array, slot: Array, place: Array, block: Array, carry: tuple) -> tuple:
         """Adds the block-th block of keys, at a place of a slot, to the online softmax."""
         top, total, out = carry
-        logits = compute_logits(self.task, q, self.k[1].at[slot, place])
+        (logits,) = row_products(self.task, [(q, self.k[1].at[slot, place])])
         logits *= np.float32(self.task.scale * LOG2E)
         if self.task.tokens % ROWS:
             key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=TILE)

@@ -167,11 +167,26 @@ def launch_backward(task: Task, sums_angles: bool, arrays: tuple, table: tuple) 
 
 
 def program_grid(
-    program: functools.partial, name: str, outputs: list, scratch: list, programs: int
+    program: functools.partial,
+    name: str,
+    outputs: list,
+    scratch: list,
+    programs: int,
+    *,
+    synchronized: bool = True,
 ) -> Callable[..., list]:
     """A kernel on a grid of programs, each of whose warpgroups is a `Program`.
 
     Its results do not vary over manual mesh axes, whatever the types of its outputs say.
+
+    Args:
+        program: makes a `Program` of the kernel's refs.
+        name: of the kernel.
+        outputs: shapes of its results.
+        scratch: its shared memory and barriers.
+        programs: size of the grid.
+        synchronized: whether the compiler orders the accesses of a warpgroup to shared memory;
+            otherwise `plgpu.commit_smem` does, where the program has it.
     """
     task, groups = program.keywords["task"], program.keywords["plan"].groups
     return plgpu.kernel(
@@ -183,7 +198,9 @@ def program_grid(
         num_threads=groups,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=True,
+            unsafe_no_auto_barriers=not synchronized,
         ),
         interpret=plgpu.InterpretGPUParams() if task.interpret else None,
         kernel_name=name,

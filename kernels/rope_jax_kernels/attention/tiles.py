@@ -107,14 +107,14 @@ class WindowTiles(Tiles):
 
     def tile(self, index: Int[Array, ""]) -> Slots:
         window, part = divide(index, self.parts)
-        return self._slots(window, part * self.rows + jnp.arange(self.rows, dtype=jnp.int32))
+        return self.slots(window, part * self.rows + jnp.arange(self.rows, dtype=jnp.int32))
 
     def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
         window = divide(index, self.parts)[0]
         inside = step * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
-        return self._slots(window, inside)
+        return self.slots(window, inside)
 
-    def _slots(self, window: Int[Array, ""], inside: Int[Array, " slots"]) -> Slots:
+    def slots(self, window: Int[Array, ""], inside: Int[Array, " slots"]) -> Slots:
         (height, width), (h, w) = self.grid, self.window.size
         window_row, window_column = divide(window, -(-width // w))
         row, column = divide(inside, w)
