@@ -54,14 +54,16 @@ def recorded_rows(label):
 def check(program, label, floors):
     """Compares with the table; with other releases of jax, spills may only be small.
 
-    `floors` are microseconds by kernel. The compilers of `mosaic` may vary slightly.
+    `floors` are microseconds by kernel. The code that Mosaic GPU makes varies slightly between
+    processes.
     """
     measured = {}
     for kernel in program.kernels:
         name = kernel.name.removesuffix("_mosaic_gpu_kernel")
         instructions = pytest.approx(len(kernel.instructions()), rel=0.01)
         floor = pytest.approx(floors(name), rel=0.02)
-        measured[name] = [instructions, kernel.registers, kernel.spilled_bytes, floor]
+        registers = pytest.approx(kernel.registers, abs=4 if "mosaic" in kernel.name else 0)
+        measured[name] = [instructions, registers, kernel.spilled_bytes, floor]
         assert kernel.spilled_bytes <= budget(0, elsewhere=256)
     rows = recorded_rows(label)
     assert measured.keys() == rows.keys()

@@ -84,11 +84,11 @@ class Plan:
 def plan(task: Task, batch: int, sets: int, most_items: int = mosaic_kernel.MOST_ITEMS) -> Plan:
     """The plan for `batch` examples in `sets` that share their tables."""
     boxes = make_boxes(task)
-    tiles, windows = boxes.tiles, int(np.prod(boxes.windows))
+    tiles = boxes.tiles
     most = mosaic_kernel.MOST_INTERPRETED if task.interpret else tiles
     groups = max(n for n in range(1, most + 1) if tiles % n == 0)
-    in_set = batch // sets
-    items = mosaic_kernel.items_per_program(task.heads * windows * sets, in_set, most_items)
+    programs, in_set = task.heads * boxes.count * sets, batch // sets
+    items = mosaic_kernel.items_per_program(programs, in_set, most_items)
     return Plan(boxes, tiles, groups, items, pl.cdiv(in_set, items))
 
 
@@ -104,7 +104,7 @@ def forward(
     """`Kernel.forward`; lse is by slot, for `backward`."""
     arrays, turning, bias = operands
     terms = make_tables(task, tables(turning), bias, queries=False)
-    run = functools.partial(launch, task, bool(turning))
+    run = functools.partial(launch_forward, task)
     return in_sets(run, arrays, tuple(x[None] for x in terms))
 
 
@@ -112,7 +112,7 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     """The backward pass of `Kernel`."""
     (*data, lse, out), turning, bias = operands
     terms = tuple(x[None] for x in make_tables(task, turning[:2], bias, queries=True))
-    run = functools.partial(launch_backward, task, bool(turning), needs)
+    run = functools.partial(launch_backward, task, needs)
     results = in_sets(run, (*data, out, lse), terms, apart=needs.freqs or needs.bias)
     count = 1 if task.packed else 3
     gradients, sums = results[:count], [x.sum((0, 1, 2)) for x in results[count:]]
@@ -169,38 +169,34 @@ def tokens_of(task: Task, x: Float[Array, "B H W N D"]) -> Float[Array, "B T N D
     return x[:, :height, :width].reshape(x.shape[0], task.tokens, *x.shape[3:])
 
 
-def launch(task: Task, rotated: bool, arrays: tuple, terms: tuple) -> tuple[Array, Array]:
+def launch_forward(task: Task, arrays: tuple, terms: tuple) -> tuple[Array, Array]:
     """The output and lse, for `in_sets`."""
     dtype, batch = arrays[0].dtype, arrays[0].shape[0]
     cut = plan(task, batch, terms[-1].shape[0])
-    windows, boxes = int(np.prod(cut.boxes.windows)), cut.boxes.boxes()
     scratch = [
         buffer(task, (STAGES, 3, cut.slots, task.head_dim), dtype),
         buffer(task, (1, cut.slots, task.head_dim), dtype),
-        plgpu.Barrier(num_arrivals=3 * copies(task, boxes), num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=3 * copies(task, cut), num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=cut.groups),
     ]
     outputs = [
         outputs_of(task, cut, batch, task.heads, dtype),
-        jax.ShapeDtypeStruct((batch, task.heads, windows, cut.slots), jnp.float32),
+        jax.ShapeDtypeStruct((batch, task.heads, cut.boxes.count, cut.slots), jnp.float32),
     ]
-    run = grid_of(Forward, "attention_mosaic_window", task, cut, rotated, outputs, scratch, terms)
-    out, lse = vary_alike(arrays, tuple(run(*maps(task, cut, arrays), *terms)))[1]
+    program = functools.partial(Forward, task=task, plan=cut)
+    out, lse = launch(program, "attention_mosaic_window", arrays, terms, (), outputs, scratch)
     return tokens_of(task, out), lse
 
 
-def launch_backward(
-    task: Task, rotated: bool, needs: Needs, arrays: tuple, terms: tuple
-) -> tuple[Array, ...]:
+def launch_backward(task: Task, needs: Needs, arrays: tuple, terms: tuple) -> tuple[Array, ...]:
     """The gradients of the data, and partial sums of those of the bias by slot and the angles.
 
     For `in_sets`; the sums are [S, chunks, windows, N, slots, slots] and [.., slots, R].
     """
-    arrays, lse, dtype, batch = arrays[:-1], arrays[-1], arrays[0].dtype, arrays[0].shape[0]
-    sets = terms[-1].shape[0]
+    *arrays, lse = arrays
+    dtype, batch, sets = arrays[0].dtype, lse.shape[0], terms[-1].shape[0]
     cut = plan(task, batch, sets, MOST_ITEMS)
-    boxes = cut.boxes.boxes()
-    where = sets, cut.chunks, int(np.prod(cut.boxes.windows)), task.heads, cut.slots
+    where = sets, cut.chunks, cut.boxes.count, task.heads, cut.slots
     heads = [3 * task.heads] if task.packed else [task.heads] * 3
     outputs = [outputs_of(task, cut, batch, n, dtype) for n in heads]
     outputs += [
@@ -208,43 +204,41 @@ def launch_backward(
         for size, needed in ((cut.slots, needs.bias), (task.pairs, needs.freqs))
         if needed
     ]
-    logits = (2, cut.tiles, ROWS, ROWS)
     transforms = swizzle_transforms(task.head_dim, dtype, tiled=True)  # as of the other operands
+    transforms = () if task.interpret else transforms
     scratch = [
         buffer(task, (STAGES, 5, cut.slots, task.head_dim), dtype),
-        plgpu.Barrier(num_arrivals=5 * copies(task, boxes) + 1, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=5 * copies(task, cut) + 1, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=cut.groups),
         plgpu.SMEM((STAGES, cut.slots), jnp.float32),
-        plgpu.SMEM(logits, dtype, transforms=() if task.interpret else transforms),
+        plgpu.SMEM((2, cut.tiles, ROWS, ROWS), dtype, transforms=transforms),
     ]
     name = "attention_mosaic_window_backward"
-    program = functools.partial(Backward, needs=needs)
-    run = grid_of(program, name, task, cut, rotated, outputs, scratch, terms)
-    results = vary_alike(arrays, tuple(run(*maps(task, cut, arrays), *terms, lse)))[1]
-    gradients = [tokens_of(task, x) for x in results[: len(heads)]]
-    return *gradients, *results[len(heads) :]
+    program = functools.partial(Backward, needs=needs, task=task, plan=cut)
+    results = launch(program, name, tuple(arrays), terms, (lse,), outputs, scratch)
+    return *(tokens_of(task, x) for x in results[: len(heads)]), *results[len(heads) :]
 
 
-def copies(task: Task, boxes: list[Box]) -> int:
+def copies(task: Task, plan: Plan) -> int:
     """Copies of one array's part of a window."""
+    boxes = plan.boxes.boxes()
     return sum(box.rows_read for box in boxes) if task.interpret else len(boxes)
 
 
-def grid_of(
-    program: Callable,
+def launch(
+    program: functools.partial,
     name: str,
-    task: Task,
-    plan: Plan,
-    rotated: bool,
+    arrays: tuple,
+    terms: tuple,
+    others: tuple,
     outputs: list,
     scratch: list,
-    terms: tuple,
-) -> Callable[..., list]:
-    """`program_grid` of windows."""
-    program = functools.partial(program, task=task, plan=plan, rotated=rotated)
-    sets, windows = terms[-1].shape[0], int(np.prod(plan.boxes.windows))
-    size = task.heads * windows * plan.chunks * sets
-    return program_grid(program, name, outputs, scratch, size, synchronized=False)
+) -> tuple[Array, ...]:
+    """Runs `Program`s of tokens' arrays [B, T, _, D], tables of S sets, and other arrays."""
+    task, plan = program.keywords["task"], program.keywords["plan"]
+    size = task.heads * plan.boxes.count * plan.chunks * terms[-1].shape[0]
+    run = program_grid(program, name, outputs, scratch, size, synchronized=False)
+    return vary_alike(arrays, tuple(run(*maps(task, plan, arrays), *terms, *others)))[1]
 
 
 class Program(abc.ABC):
@@ -258,14 +252,13 @@ class Program(abc.ABC):
         sources: how many maps are read.
         task: the problem.
         plan: its programs.
-        rotated: whether queries and keys turn.
     """
 
-    def __init__(self, refs: tuple, *, sources: int, task: Task, plan: Plan, rotated: bool):
+    def __init__(self, refs: tuple, *, sources: int, task: Task, plan: Plan):
         self.refs = take = iter(refs)
         self.task, self.plan = task, plan
         self.sources = [next(take) for _ in range(sources)]
-        self.table = next(take) if rotated else None
+        self.table = next(take) if task.pairs else None
         self.bias = next(take)
         self.group = jax.lax.axis_index("group")
         # Programs that run together touch neighbouring memory: heads run fastest.
@@ -338,9 +331,8 @@ class Program(abc.ABC):
         By all its warps, each of which issues their instructions, where `jax.shard_map` tracks what
         varies: Mosaic GPU cannot separate warps there.
         """
-        varies = jax.typeof(self.sources[0]).manual_axis_type.varying
+        together = self.task.interpret or jax.typeof(self.sources[0]).manual_axis_type.varying
         alone = lambda warp: pl.when(warp == number)(start)
-        together = self.task.interpret or varies
         run = start if together else functools.partial(plgpu.warp_map, alone)
         return run() if self.plan.groups == 1 else pl.when(self.group == 0)(run)
 

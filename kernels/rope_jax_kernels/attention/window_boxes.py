@@ -6,6 +6,7 @@ unless the roll carried some of them to its other side. Boxes take slots one aft
 
 import dataclasses
 import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +59,11 @@ class WindowBoxes:
         """Windows of the map, down and across."""
         down, across = (-(-n // m) for n, m in zip(self.grid, self.window.size, strict=True))
         return down, across
+
+    @property
+    def count(self) -> int:
+        """Windows of the map."""
+        return math.prod(self.windows)
 
     @property
     def padded(self) -> Pair:
