@@ -7,9 +7,10 @@ and falls back to "xla"; it also uses "xla" where its arrays turn out not to be 
 
 An implementation is a module with a function for each of its operations, called with the
 operation's arguments by name, and (except "xla") `refusal`, which takes the arrays of data by name,
-the other arguments as keywords, and returns a sentence or None. Where tiles of a kernel were
-measured, the function of an operation is also called with `tile`. Modules are imported when a call
-first needs them, so programs on a CPU import no Pallas.
+the other arguments as keywords, and returns a sentence or None. With `is_preferred`, of a call's
+arguments, it leaves calls that it serves to those after it. Where tiles of a kernel were measured,
+the function of an operation is also called with `tile`. Modules are imported when a call first
+needs them, so programs on a CPU import no Pallas.
 """
 
 import functools
@@ -58,8 +59,9 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 #   (`ape`, batch 256, jax 0.11.2). But Triton's instructions take 0.18 ms to issue for both passes
 #   of a layer on an H200, and by estimate 1.6 to 2.2 times that. XLA's own attention moves 4 times
 #   the bytes.
-# - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
-#   also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times (NAT) as much.
+# - triton for attention: `Neighborhood`, float32, and windows for which Mosaic is not preferred.
+#   It keeps q, k, v and the output; XLA also keeps weights, rolled maps and halos of keys: 2.3
+#   times (Swin) to 8.5 times (NAT) as much.
 #   Before 9.0 it has up to 1.8 times the instructions, its backward kernel of windows spills
 #   registers, and XLA was not compared with it; for Blackwell (10.x, 12.x) no machine code of it
 #   was read: name it there.
@@ -67,8 +69,8 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
 # - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
 # - mosaic for attention: `Window` in 16 bits, where `is_preferred` of its module says so: it issues
-#   0.5 to 0.6 times the instructions of Triton's kernels (Swin, heads of 32 and 64), and no time of
-#   either was measured. For rotations it is not preferred before it has been measured.
+#   0.5 to 0.7 times the instructions of Triton's kernels (Swin, heads of 32 and 64), and no time of
+#   either was measured. Rotations, `Global` and `Neighborhood` wait for measurements.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
 PREFERENCE: dict[str, dict[str, range]] = {
     "rotate": {"triton": FROM_AMPERE},
@@ -102,7 +104,7 @@ def candidates(op: str, kernels_pay: bool = True) -> tuple[str, ...]:
 
 
 def resolve(op: str, arguments: dict[str, Any], kernels_pay: bool = True) -> str:
-    """The implementation of a call with `implementation=None`: the first that does not refuse.
+    """The implementation of a call with `implementation=None`: the first that is `chosen`.
 
     Args:
         op: name of the operation.
@@ -110,10 +112,10 @@ def resolve(op: str, arguments: dict[str, Any], kernels_pay: bool = True) -> str
         kernels_pay: see `candidates`.
     """
     tried = candidates(op, kernels_pay)
-    return next(name for name in tried if serves_best(op, name, arguments))
+    return next(name for name in tried if chosen(op, name, arguments))
 
 
-def serves_best(op: str, implementation: str, arguments: dict[str, Any]) -> bool:
+def chosen(op: str, implementation: str, arguments: dict[str, Any]) -> bool:
     """True if an implementation serves a call and, of those that it serves, is preferred for it."""
     if refusal(op, implementation, arguments) is not None:
         return False

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Global, Window, attention
-from rope_jax_kernels.attention.window_boxes import WindowBoxes
+from rope_jax_kernels.attention.window_boxes import make_boxes
 from tests.aot.layers import attend, make_layer, train
 from tests.aot.program import TARGETS, budget, collectives
 
@@ -110,7 +110,7 @@ def test_machine_code_of_windows(name, compile_for):
     )
     assert list_kernels(program) == [MOSAIC] * 2
     kernels = {"backward" in x.name: x for x in program.kernels}
-    boxes = len(WindowBoxes(layer.places, layer.pattern, 2 * layer.head_dim).boxes())
+    boxes = len(make_boxes(layer.pattern, layer.places, layer.head_dim).boxes())
     for backward, arrays, most in ((False, 1, 0), (True, 3, spilled)):
         kernel = kernels[backward]
         assert kernel.spilled_bytes <= budget(most, elsewhere=512)

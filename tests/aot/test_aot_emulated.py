@@ -325,6 +325,23 @@ MOSAIC_WINDOWS = [
     Attention(Window((12, 12)), (12, 14), pairs=0, batch=1),
     Attention(Window((8, 8), (0, 3)), (8, 17), pairs=16, packed=False, batch=1),
 ]
+# With tiles of 8 x 8 and 16 x 4 tokens, boxes of 16 and 32 columns, and classes of few members.
+MOSAIC_NEIGHBORHOODS = [
+    Attention(Neighborhood((7, 7)), (18, 12), bias=True, heads=2, batch=1),
+    Attention(Neighborhood((3, 5), (2, 1)), (10, 13), bias=True, packed=False),
+    Attention(Neighborhood((7, 7), (2, 2)), (16, 22), heads=2, shared=True, batch=1),
+    Attention(Neighborhood((3, 3), (1, 2)), (4, 6), pairs=0, bias=True, batch=3, scale=0.7),
+    Attention(Neighborhood((5, 5)), (9, 17), head_dim=64, pairs=32, packed=False, batch=1),
+    Attention(Neighborhood((4, 2)), (11, 9), bias=True, axes=3, batch=1),
+    Attention(Neighborhood((7, 7)), (5, 20), pairs=16, learned=False),
+    Attention(Neighborhood((9, 9)), (20, 17), batch=1),
+    Attention(Neighborhood((11, 11)), (12, 22), bias=True, batch=1),
+    Attention(Neighborhood((13, 13)), (15, 14), head_dim=64, pairs=16, bias=True, batch=1),
+    Attention(Neighborhood((10, 12)), (13, 29), batch=1),
+    # A tile and a box as wide as the map, whose numbers must not be written past its end.
+    Attention(Neighborhood((3, 3)), (7, 8), bias=True),
+    Attention(Neighborhood((3, 3)), (9, 16), heads=2, batch=1),
+]
 
 
 def with_dtype(cases, dtype):
@@ -339,9 +356,9 @@ CALLS = [
         (H200, "triton", with_dtype([*SOME, WINDOWS[7], GLOBAL[4]], "float32")),
         (A100, "triton", [*SOME, *with_dtype([*SOME, WINDOWS[7]], "float32"), *CLOSED]),
         (B200, "triton", [*SOME, *with_dtype([*SOME[:3], WINDOWS[7]], "float32"), *CLOSED]),
-        (H200, "mosaic", MOSAIC + MOSAIC_WINDOWS),
+        (H200, "mosaic", MOSAIC + MOSAIC_WINDOWS + MOSAIC_NEIGHBORHOODS),
         (H200, "mosaic", with_dtype(MOSAIC_WINDOWS[1:3], "float16")),
-        (H200, "mosaic", with_dtype(MOSAIC[:3], "float16")),
+        (H200, "mosaic", with_dtype([*MOSAIC[:3], MOSAIC_NEIGHBORHOODS[1]], "float16")),
     )
     for case in cases
 ]
@@ -351,6 +368,19 @@ CALLS = [
 def test_attention(kind, implementation, case, gpu_of):
     f = lambda name: functools.partial(case, name)
     check(f, case.arrays(), (gpu_of(kind), implementation))
+
+
+def check_neighborhood_on_blackwell(case):
+    f = lambda name: functools.partial(case, name)
+    check(f, case.arrays(), (absent_gpus(kind=B200)[0], "mosaic"))
+
+
+def test_neighborhoods_by_mosaic_on_blackwell():
+    """In a process of its own, as rotations."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        for case in (MOSAIC_NEIGHBORHOODS[1], MOSAIC_NEIGHBORHOODS[9]):
+            pool.submit(check_neighborhood_on_blackwell, case).result()
 
 
 # Windows at real batches: programs of several examples, which load the next one while they compute.
@@ -387,6 +417,7 @@ def test_programs_of_several_examples(kind, case, gpu_of):
         Attention(Window((7, 7), (3, 3)), (8, 7), bias=True, batch=5),
         Attention(Window((10, 10), (5, 5)), (10, 11), head_dim=64, pairs=16, bias=True, batch=5),
         Attention(Window((12, 12), (6, 6)), (12, 13), bias=True, batch=3),
+        Attention(Neighborhood((7, 7)), (10, 9), bias=True, batch=5),
     ],
     ids=str,
 )

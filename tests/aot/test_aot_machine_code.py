@@ -33,9 +33,12 @@ CASES = {
     "Swin, stage 1, bias, mosaic": (make_layer("swin_t_1", bias=True), 128, "mosaic"),
     "NAT, stage 1": (make_layer("nat_mini_1", bias=False), 64, "triton"),
     "NAT, stage 1, bias": (make_layer("nat_mini_1", bias=True), 64, "triton"),
+    "NAT, stage 1, mosaic": (make_layer("nat_mini_1", bias=False), 64, "mosaic"),
+    "NAT, stage 1, bias, mosaic": (make_layer("nat_mini_1", bias=True), 64, "mosaic"),
 }
 # Kernels of the forward pass; those of the backward pass also move gradients.
 FORWARD = ("attention_forward_kernel", "attention_mosaic", "attention_mosaic_window")
+FORWARD += ("attention_neighborhood",)
 # Corners of the sizes of Kane's thesis: images, rows and channels.
 ROTATIONS = {
     "rotation, 7 x 7 rows of 32": (1, 7 * 7, 32),

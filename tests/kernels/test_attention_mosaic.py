@@ -1,4 +1,4 @@
-"""The Hopper kernels of attention in interpret mode, against "xla" in float64.
+"""The attention kernels for Mosaic GPU in interpret mode, against "xla" in float64.
 
 Interpret mode simulates copies, barriers and shared memory, and the copy engine's behaviour past
 the end of an array. It has no matrix instruction with an operand in registers: products are
@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.core import flatten_ref_union
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rope_jax_kernels import Global, Window, attention, explain
+from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
 from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.covering import covering
@@ -76,9 +76,33 @@ WINDOWS = {
         {"bias": True, "pairs": 16, "batch": 2, "heads": 1, "dtype": jnp.float16},
     ),
 }
+# Boxes of neighbourhoods that reach beyond the map, classes of a dilation, a softmax in parts.
+NEIGHBORHOODS = {
+    "kernel of 3, one tile": (
+        Neighborhood((3, 3)),
+        (4, 6),
+        {"batch": 3, "heads": 1, "bias": True},
+    ),
+    "dilation": (
+        Neighborhood((3, 2), (1, 2)),
+        (5, 6),
+        {"packed": False, "heads": 1, "bias": True},
+    ),
+    "kernel of 7": (Neighborhood((7, 7)), (10, 9), {"shared": True, "heads": 2}),
+    "larger than the map, no rotation": (
+        Neighborhood((5, 9)),
+        (4, 11),
+        {"pairs": 0, "heads": 1, "bias": True},
+    ),
+    "tall": (
+        Neighborhood((13, 11)),
+        (14, 12),
+        {"head_dim": 64, "pairs": 16, "heads": 1, "batch": 1, "bias": True},
+    ),
+}
 CASES = {name: (n, options | {"gradients": False}) for name, (n, options) in FORWARD.items()}
 CASES |= GRADIENTS
-CASES = {name: (Global(), *case) for name, case in CASES.items()} | WINDOWS
+CASES = {name: (Global(), *case) for name, case in CASES.items()} | WINDOWS | NEIGHBORHOODS
 
 
 @pytest.fixture
@@ -99,9 +123,10 @@ RACED += ["shifted windows with a bias"]
 ALONE = [name for name in CASES if name not in RACED]
 
 
-@pytest.mark.parametrize(
-    "name", covering(ALONE, ["few tokens, no rotation", "windows of two tiles"])
-)
+ALWAYS = ["few tokens, no rotation", "windows of two tiles", "dilation"]
+
+
+@pytest.mark.parametrize("name", covering(ALONE, ALWAYS))
 def test_outputs_and_gradients(name, busy):
     check_case(name)
 
@@ -173,6 +198,32 @@ def test_several_warpgroups(names):
     )
 
 
+def test_nan_does_not_reach_other_examples(busy):
+    """Neither by slots without a token, which keep what an earlier example left."""
+    pattern = Window((3, 3))
+    qkv, *terms, cotangent = operands(
+        pattern, (3, 3), dtype=jnp.bfloat16, bias=True, heads=1, batch=3
+    )
+    qkv[0, 0, 0] = np.nan
+    run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
+    result = run(qkv, *terms, cotangent)
+    for name in ("out", "qkv"):
+        assert np.isnan(np.float32(result[name][0])).any()
+        assert np.isfinite(np.float32(result[name][1:])).all()
+
+
+def test_a_bias_of_minus_infinity_masks(busy):
+    pattern = Window((9, 9))  # of two tiles
+    qkv, coords, freqs, bias, _ = operands(
+        pattern, (9, 9), dtype=jnp.bfloat16, bias=True, heads=1, batch=1
+    )
+    bias = np.full_like(bias, -np.inf)
+    bias[..., bias.shape[-1] // 2] = 0  # every token sees itself
+    run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
+    result = run(qkv, coords, freqs, bias, None)
+    np.testing.assert_array_equal(result["out"], qkv[..., 2, :, :])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "places"), [(Global(), (70,)), (Window((5, 7), (2, 3)), (6, 9))]
@@ -226,6 +277,31 @@ def test_supported_gpus(kind, reason):
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
         assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "reason"),
+    [
+        (Neighborhood((15, 3)), {}, "up to (13, 13)"),
+        (Neighborhood((3, 3), (3, 1)), {}, "does not divide the map (8, 22)"),
+        (Neighborhood((3, 3)), {"scale": -1.0}, "scale is -1.0"),
+        (Neighborhood((13, 13)), {"head_dim": 64, "height": 28}, "more shared memory"),
+        (Neighborhood((3, 3)), {"head_dim": 128}, "the head dimension is 128; 32, 64 are served"),
+    ],
+)
+def test_refused_neighborhoods(pattern, options, reason):
+    places = options.get("height", 8), 22
+    x = jnp.ones((1, *places, 1, options.get("head_dim", 32)), jnp.bfloat16)
+    call = {"pattern": pattern, "scale": options.get("scale")}
+    assert reason in explain(attention, x, x, x, **call)["mosaic"]
+
+
+@pytest.mark.parametrize(("kind", "served"), [("NVIDIA B200", True), ("NVIDIA RTX 5090", False)])
+def test_neighborhoods_on_blackwell(kind, served):
+    x = jnp.ones((1, 8, 8, 1, 32), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
+        reason = explain(attention, x, x, x, pattern=Neighborhood((3, 3)))["mosaic"]
+    assert (reason == "ok") == served
 
 
 @pytest.mark.parametrize(

@@ -187,10 +187,18 @@ def test_cudnn_serves_explicit_shardings(with_cudnn):
     assert (choice, reasons["cudnn"]) == ("cudnn", "ok")
 
 
-@pytest.mark.parametrize(("size", "name"), [((5, 6), "triton"), ((5, 7), "mosaic")])
-def test_small_windows_have_small_tiles(size, name):
-    """A tile of Mosaic GPU's matrix instructions has 64 tokens."""
-    layer = dataclasses.replace(LAYERS["swin_t_1"], pattern=Window(size))
+@pytest.mark.parametrize(
+    ("window", "name"),
+    [
+        (Window((5, 6)), "triton"),
+        (Window((5, 7)), "mosaic"),
+        (Window((8, 8), (4, 4)), "mosaic"),
+        (Window((8, 8), (1, 1)), "triton"),
+    ],
+)
+def test_windows_that_leave_slots_empty(window, name):
+    """Mosaic GPU's tiles have 64 slots, and a window's boxes begin at every eighth."""
+    layer = dataclasses.replace(LAYERS["swin_t_1"], pattern=window)
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
         choice, reasons = choose(layer, "bfloat16")
     assert (choice, reasons["mosaic"]) == (name, "ok")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rope_jax_kernels import Window
-from rope_jax_kernels.attention.window_boxes import ALIGNED, COPIED, WindowBoxes
+from rope_jax_kernels.attention.window_boxes import ALIGNED, COPIED, make_boxes
 from tests.kernels.attention_pairs import pairs
 
-# Grid, window, channels of a token.
+# Grid, window, head dimension.
 CASES = [
     ((14, 14), Window((7, 7), (3, 3)), 32),
     ((13, 25), Window((12, 12), (6, 6)), 32),
@@ -23,10 +23,6 @@ CASES = [
     ((16, 8), Window((8, 8), (4, 4)), 32),
     ((5, 5), Window((1, 1)), 32),
 ]
-
-
-def make(grid, window, channels):
-    return WindowBoxes(grid, window.fit(grid), 2 * channels)
 
 
 def tokens_of(boxes, index):
@@ -49,7 +45,7 @@ def tokens_of(boxes, index):
 def test_masks_are_the_pairs_of_the_pattern(case):
     """For every window by its kind, with the bias of every pair."""
     grid, window, _ = case
-    boxes = make(*case)
+    boxes = make_boxes(case[1], case[0], case[2])
     table = np.arange(1, 1 + math.prod(2 * n - 1 for n in boxes.window.size), dtype=np.float32)
     masks = {
         queries: np.asarray(boxes.masked_bias(jnp.asarray(table)[None], -1.0, queries=queries))
@@ -76,7 +72,7 @@ def test_masks_are_the_pairs_of_the_pattern(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_boxes_can_be_copied(case):
     """Whole pieces of 128 bytes, to places where the swizzle begins, without overlaps."""
-    boxes = make(*case)
+    boxes = make_boxes(case[1], case[0], case[2])
     end = 0
     for box in boxes.boxes():
         assert box.slot >= end
@@ -90,7 +86,7 @@ def test_boxes_can_be_copied(case):
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_fold_is_the_transpose_of_the_lookup(case):
     _, window, channels = case
-    boxes = make(tuple(3 * n for n in window.size), window, channels)
+    boxes = make_boxes(window, tuple(3 * n for n in window.size), channels)
     (h, w), slots = window.size, 64 * boxes.tiles
     gradient = np.random.default_rng(0).standard_normal((2, slots, slots), np.float32)
     # The first kind of window lacks no token.

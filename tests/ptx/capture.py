@@ -83,7 +83,9 @@ class Emulator:
             parts = operands[0].value, operands[0].written
             value, written = (np.asarray(eqn.primitive.bind(x, **eqn.params)) for x in parts)
             return [value if written.all() else Partial(value, written)]
-        if called is not None and (HAS_KERNELS.search(str(called)) or is_partial(operands)):
+        # A function with a derivative of its own is not bound to its primitive in the same way.
+        inside = name == "custom_jvp_call" or HAS_KERNELS.search(str(called))
+        if called is not None and (inside or is_partial(operands)):
             closed = (
                 called if hasattr(called, "consts") else jax.extend.core.ClosedJaxpr(called, [])
             )
@@ -152,7 +154,23 @@ def _launch_of_mosaic(eqn, ptx, texts, outputs):
     shared += 8 * sum(int(number) * int(count) for number, count in barriers)
     (mesh,) = eqn.params["meshes"]
     threads = math.prod(map(int, re.search(r"\.maxntid (\d+), (\d+), (\d+)", ptx).groups()))
-    return Launch(ptx, tuple(mesh.grid), threads, shared, outputs)
+    pointers = pointers_of_mosaic(next(x for name, x in texts.items() if name.endswith("log")))
+    return Launch(ptx, tuple(mesh.grid), threads, shared, outputs, pointers=pointers)
+
+
+def pointers_of_mosaic(log):
+    """The operands of a kernel's pointers, in the order of its first uses of them.
+
+    `log` has the module after each of the compiler's passes; the host loads all operands' addresses
+    from one array, and launches the kernel with some of them.
+    """
+    host, launched = re.split(r"= gpu\.launch_func ", log, maxsplit=1)
+    host = host[host.rindex("\n// ") :] if "\n// " in host else host
+    names = re.findall(r"(%\w+) : !llvm\.ptr", re.search(r" args\((.*)\)", launched)[1])
+    places = [re.search(rf"{x} = llvm\.load (%\w+) ", host)[1] for x in names]
+    return tuple(
+        int(re.search(rf"{x} = llvm\.getelementptr %\w+\[(\d+)\]", host)[1]) for x in places
+    )
 
 
 @contextlib.contextmanager

@@ -73,8 +73,8 @@ class Launch:
         outputs: shape and dtype of each output, which follow the inputs as parameters.
         aliases: input -> output in the same memory.
         mutable: inputs that the kernel may write, whose values follow the outputs.
-        tensors: tensor maps, which are one parameter after all pointers of other operands. Mosaic
-            GPU orders these as the kernel first uses them, which must be the operands' order.
+        tensors: tensor maps, which are one parameter after all pointers.
+        pointers: the operands of the pointers; None for all without a tensor map.
     """
 
     ptx: str
@@ -85,6 +85,7 @@ class Launch:
     aliases: dict[int, int] = dataclasses.field(default_factory=dict)
     mutable: tuple[int, ...] = ()
     tensors: tuple[Tensor, ...] = ()
+    pointers: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -133,7 +134,10 @@ def emulate(launch: Launch, inputs: list, findings: Findings) -> list:
 def bind(program, launch, memory, operands, arrays):
     """Values of the kernel's parameters, and tensor maps by address."""
     described = {x.operand for x in launch.tensors}
-    pointers = iter([memory.address(x) for i, x in enumerate(operands) if i not in described])
+    pointers = launch.pointers
+    if pointers is None:
+        pointers = [i for i in range(len(operands)) if i not in described]
+    pointers = iter([memory.address(operands[i]) for i in pointers])
     params, tensors = {}, {}
     for name, size in program.kernel.params:
         params[name] = MAPS if size > 8 else next(pointers)

@@ -117,9 +117,11 @@ class Kernel:
                 "implementation='xla' for second ones"
             )
 
-        once = jax.custom_jvp(functools.partial(launch, *static))
-        once.defjvp(refuse)
-        return once
+        # Around the operands rather than the pass: refs in it, as of what a kernel writes in place,
+        # cannot be inside a function with a derivative of its own.
+        operands_once = jax.custom_jvp(lambda operands: operands)
+        operands_once.defjvp(refuse)
+        return lambda operands: launch(*static, operands_once(operands))
 
 
 def views(task: Task, operands: Operands, *others: Array) -> Operands:

@@ -1,8 +1,8 @@
-"""Attention by Pallas kernels for Mosaic GPU on Hopper: global, and inside windows.
+"""Attention by Pallas kernels for Mosaic GPU on Hopper; neighbourhoods on Blackwell, too.
 
 `mosaic_launch` has the kernels of global attention, whose backward pass serves heads whose tokens a
-program can hold, and `mosaic_window` those of windows. Mosaic GPU takes a second to import, and
-refusals do not need it: functions import it when they are called.
+program can hold, `mosaic_window` and `mosaic_neighborhood` those of the other patterns. Mosaic GPU
+takes a second to import, and refusals do not need it: functions import it when they are called.
 """
 
 from typing import Any
@@ -11,27 +11,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
+from rope_jax_kernels.attention import neighborhood_boxes
 from rope_jax_kernels.attention.kernel import Kernel, Needs, Operands, refusal_of_call
-from rope_jax_kernels.attention.patterns import Neighborhood, Pattern, Window
+from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
+from rope_jax_kernels.attention.slots import padded_size
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.attention.window_boxes import WindowBoxes
+from rope_jax_kernels.attention.window_boxes import ROWS, make_boxes
 from rope_jax_kernels.rotation import Rotation
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 HEAD_DIMS = (32, 64, 128)
+DESKTOP = 120  # compute capability, times 10, from which a copy by the engine is a function call
 AXES = 4  # most coordinates of a token: with heads of 128, more do not fit into registers
-WINDOW_TILE = 64  # tokens of a tile
 WINDOW_TILES = {32: 3, 64: 2}  # most tiles of a window, by head dimension
 
 
 def forward(
     task: Task, operands: Operands
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N *lse"]]:
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B ..."]]:
     """`Kernel.forward`; global attention has no bias."""
-    from rope_jax_kernels.attention import mosaic_launch, mosaic_window
+    from rope_jax_kernels.attention import mosaic_launch, mosaic_neighborhood, mosaic_window
 
     if isinstance(task.pattern, Window):
         return mosaic_window.forward(task, operands)
+    if isinstance(task.pattern, Neighborhood):
+        return mosaic_neighborhood.forward(task, operands)
     return mosaic_launch.forward(task, operands.data, operands.turning)
 
 
@@ -39,15 +43,21 @@ def serves_backward(task: Task) -> bool:
     """True if `backward` serves this number of tokens."""
     from rope_jax_kernels.attention import mosaic_backward
 
-    return isinstance(task.pattern, Window) or mosaic_backward.serves(task)
+    return not isinstance(task.pattern, Global) or mosaic_backward.serves(task)
 
 
 def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
     """The backward pass of `Kernel`; global attention has no bias."""
-    from rope_jax_kernels.attention import mosaic_launch, mosaic_window
+    from rope_jax_kernels.attention import (
+        mosaic_launch,
+        mosaic_neighborhood_backward,
+        mosaic_window,
+    )
 
     if isinstance(task.pattern, Window):
         return mosaic_window.backward(task, needs, operands)
+    if isinstance(task.pattern, Neighborhood):
+        return mosaic_neighborhood_backward.backward(task, needs, operands)
     (*data, lse, out), turning, _ = operands
     return *mosaic_launch.backward(task, (*data, out, lse), turning[:2], turning[2:]), None
 
@@ -65,8 +75,10 @@ def is_preferred(*, pattern: Pattern, **arguments: Any) -> bool:
     """
     if not isinstance(pattern, Window):
         return False
-    grid = arguments["qkv"].shape[1:3] if "qkv" in arguments else arguments["q"].shape[1:3]
-    return pattern.rotated_tokens(grid) > WINDOW_TILE // 2
+    array = arguments["qkv"] if "qkv" in arguments else arguments["q"]
+    grid, head_dim = array.shape[1:3], array.shape[-1]
+    tokens, slots = pattern.rotated_tokens(grid), ROWS * make_boxes(pattern, grid, head_dim).tiles
+    return tokens > ROWS // 2 and slots <= padded_size(tokens)
 
 
 def refusal(
@@ -78,24 +90,28 @@ def refusal(
     scale: Any,
 ) -> str | None:
     """The reason why this kernel cannot serve a call with these arguments, or None."""
-    if isinstance(pattern, Neighborhood):
-        return "the pattern is Neighborhood; Global and Window are served"
-    if bias is not None and not isinstance(pattern, Window):
-        return "there is a bias, which it reads inside windows alone"
+    if bias is not None and isinstance(pattern, Global):
+        return "there is a bias, which it does not read in global attention"
     if reason := refusal_of_call(arrays, rotation, bias, scale, DTYPES):
         return reason
     name, array = next(iter(arrays.items()))
-    head_dim, served = array.shape[-1], WINDOW_TILES if isinstance(pattern, Window) else HEAD_DIMS
+    head_dim, served = array.shape[-1], HEAD_DIMS[: 3 if isinstance(pattern, Global) else 2]
     if head_dim not in served:
         return f"the head dimension is {head_dim}; {', '.join(map(str, served))} are served"
+    places = array.shape[1 : -3 if name == "qkv" else -2]
+    if len(places) != (1 if isinstance(pattern, Global) else 2):
+        return f"{name} has {array.ndim} dimensions, which are not those of the pattern"
     if isinstance(pattern, Window):
-        grid = array.shape[1 : -3 if name == "qkv" else -2]
-        tiles = WindowBoxes(grid, pattern.fit(grid), 2 * head_dim).tiles
-        if tiles > (most := WINDOW_TILES[head_dim]):
+        boxes = make_boxes(pattern, places, head_dim)
+        if boxes.tiles > (most := WINDOW_TILES[head_dim]):
             return (
-                f"the window is {pattern.size} with a shift of {pattern.shift}, which takes "
-                f"{tiles} tiles of 64 tokens; in heads of {head_dim}, {most} are served"
+                f"the window is {boxes.window.size} with a shift of {boxes.window.shift}, which "
+                f"takes {boxes.tiles} tiles of {ROWS} slots; in heads of {head_dim}, {most} are "
+                "served"
             )
+    near = isinstance(pattern, Neighborhood)
+    if near and (reason := neighborhood_boxes.refusal(pattern, places, head_dim, scale)):
+        return reason
     if rotation is not None:
         if rotation.pairing != "half":
             return (
@@ -108,12 +124,15 @@ def refusal(
                 f"rotation.freqs describes {pairs} pairs, and registers are cut every 8 channels: "
                 "multiples of 8 are served"
             )
-        if axes > AXES:
+        if axes > AXES and isinstance(pattern, Global):
             return f"rotation.coords has {axes} axes; up to {AXES} are served"
-    reason = device.refusal("Hopper")
-    if reason is None and device.is_gpu() and device.refusal("Blackwell") is None:
+    if reason := device.refusal("Hopper"):
+        return reason
+    if near and device.capability() >= DESKTOP:
+        return "its copies are slow on GPUs of compute capability 12.0 and newer"
+    if not near and device.is_gpu() and device.refusal("Blackwell") is None:
         return (
             "it needs the matrix instructions of Hopper (compute capability 9.0), which newer GPUs "
             "do not have"
         )
-    return reason
+    return None

@@ -1,11 +1,11 @@
 """Attention inside windows by Pallas kernels for Mosaic GPU on Hopper, forward and backward.
 
-A program owns one head and one place of a window on the map, of several successive examples, so
-that cosines, sines and, forward, the bias stay in registers. The copy engine (TMA) loads the boxes
-of the window (`window_boxes`) directly from the projection, started by one warp alone: the others
-would issue the instructions of the copies, too. Each warpgroup owns a tile of 64 slots, as queries
-and as keys: windows of up to 64 tokens have one. What a query does not see, also past the end of
-the map, is part of the bias.
+A program owns one head and one place of a window on the map, of several successive examples.
+Forward, their cosines, sines and, with one tile, the bias stay in registers. The copy engine (TMA)
+loads the boxes of the window (`window_boxes`) directly from the projection, started by one warp
+alone: the others would issue the instructions of the copies, too. Each warpgroup owns a tile of 64
+slots, as queries and as keys; most windows of up to 64 tokens have one. What a query does not see,
+also past the end of the map, is part of the bias.
 
 Backward, a warpgroup computes weights and gradients of logits of its queries and one tile of keys
 at a time, each warpgroup another one, and leaves them in shared memory to the owner of these keys.
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention import mosaic_kernel
@@ -48,12 +48,12 @@ from rope_jax_kernels.attention.mosaic_launch import (
     swizzle_transforms,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.attention.window_boxes import Box, WindowBoxes
+from rope_jax_kernels.attention.window_boxes import Box, WindowBoxes, make_boxes
 from rope_jax_kernels.device import vary_alike
 from rope_jax_kernels.mosaic import repeat, store
 
 STAGES = 2  # examples in shared memory: one is computed while the next is loaded
-MOST_ITEMS = 16  # examples of one program of the backward pass, which writes sums of gradients
+MOST_ITEMS_BACKWARD = 16  # examples of one program, which writes sums of gradients
 opaque = jax.lax.optimization_barrier
 
 
@@ -83,19 +83,13 @@ class Plan:
 
 def plan(task: Task, batch: int, sets: int, most_items: int = mosaic_kernel.MOST_ITEMS) -> Plan:
     """The plan for `batch` examples in `sets` that share their tables."""
-    boxes = make_boxes(task)
+    boxes = make_boxes(task.pattern, task.places, task.head_dim)
     tiles = boxes.tiles
     most = mosaic_kernel.MOST_INTERPRETED if task.interpret else tiles
     groups = max(n for n in range(1, most + 1) if tiles % n == 0)
     programs, in_set = task.heads * boxes.count * sets, batch // sets
     items = mosaic_kernel.items_per_program(programs, in_set, most_items)
     return Plan(boxes, tiles, groups, items, pl.cdiv(in_set, items))
-
-
-def make_boxes(task: Task) -> WindowBoxes:
-    """The boxes of a task's windows."""
-    window = task.pattern.fit(task.places)
-    return WindowBoxes(task.places, window, 2 * task.head_dim)
 
 
 def forward(
@@ -116,7 +110,7 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     results = in_sets(run, (*data, out, lse), terms, apart=needs.freqs or needs.bias)
     count = 1 if task.packed else 3
     gradients, sums = results[:count], [x.sum((0, 1, 2)) for x in results[count:]]
-    partial, boxes = (), make_boxes(task)
+    partial, boxes = (), make_boxes(task.pattern, task.places, task.head_dim)
     if needs.freqs:
         coords = turning[2].astype(jnp.float32)[_tokens(boxes)]
         by_axis = jnp.einsum("sa,nsr->nar", coords, sums[-1], precision="highest")
@@ -129,10 +123,11 @@ def make_tables(task: Task, turns: tuple, bias: tuple, *, queries: bool) -> tupl
 
     The bias is in units of log 2; see `WindowBoxes.masked_bias`.
     """
-    boxes = make_boxes(task)
-    (table,) = [x.astype(jnp.float32) * LOG2E for x in bias] or [None]
-    added = boxes.masked_bias(table, float(MASKED), queries=queries)
-    return (*([jnp.concatenate(turns, axis=2)[:, _tokens(boxes)]] if turns else []), added)
+    boxes = make_boxes(task.pattern, task.places, task.head_dim)
+    # Higher than what masks a pair, whatever the bias is.
+    table = [jnp.maximum(x.astype(jnp.float32) * LOG2E, MASKED / 2) for x in bias]
+    added = boxes.masked_bias(*(table or [None]), float(MASKED), queries=queries)
+    return *(jnp.concatenate(x, axis=2)[:, _tokens(boxes)] for x in [turns] if x), added
 
 
 def _tokens(boxes: WindowBoxes) -> np.ndarray:
@@ -195,7 +190,7 @@ def launch_backward(task: Task, needs: Needs, arrays: tuple, terms: tuple) -> tu
     """
     *arrays, lse = arrays
     dtype, batch, sets = arrays[0].dtype, lse.shape[0], terms[-1].shape[0]
-    cut = plan(task, batch, sets, MOST_ITEMS)
+    cut = plan(task, batch, sets, MOST_ITEMS_BACKWARD)
     where = sets, cut.chunks, cut.boxes.count, task.heads, cut.slots
     heads = [3 * task.heads] if task.packed else [task.heads] * 3
     outputs = [outputs_of(task, cut, batch, n, dtype) for n in heads]
@@ -351,6 +346,14 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def start(self, i: Array | int) -> None:
         """Starts the copies of the i-th example."""
+
+    def are_filled(self, tile: Array) -> Bool[Array, "64 D"]:
+        """Which slots of a tile copies fill."""
+        slot = tile * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        spans = [(x.slot, x.rows_read * x.size[1]) for x in self.plan.boxes.boxes()]
+        filled = [(slot >= first) & (slot < first + size) for first, size in spans]
+        filled = functools.reduce(jnp.logical_or, filled)
+        return jax.lax.broadcast_in_dim(filled, (ROWS, self.task.head_dim), (0,))
 
     def start_next(self, i: Array) -> None:
         """Starts the copies of the example after the i-th, if there is one."""
@@ -628,8 +631,10 @@ class Backward(Program):
                 angle_sums[number] = self.add_angles(total, load_rows(refs[1]), dk)
             angles = self.turns(opaque(tile))
             back = None if angles is None else (angles[0], -angles[1])
+            filled = self.are_filled(tile)
             for ref, x, angles in zip(refs, (dq, dk, dv), (back, back, None), strict=True):
-                store_rows(ref, turn(x, angles, self.dtype))
+                # The others stay zeros: a NaN there would reach the stage's next example.
+                store_rows(ref, turn(jnp.where(filled, x, zero), angles, self.dtype))
         self.meet()
         self.by_one_warp(1, lambda: self.finish(i, stage))
         return angle_sums, bias_sum

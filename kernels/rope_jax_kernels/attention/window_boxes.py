@@ -127,7 +127,7 @@ class WindowBoxes:
             queries: whether missing queries see nothing; otherwise they see all existing keys.
         """
         inside = jnp.asarray(self.tokens())
-        table = jnp.zeros((1, 1, 1)) if bias is None else self._tiles.by_slot(bias)
+        table = jnp.zeros((1, 1, 1), jnp.float32) if bias is None else self._tiles.by_slot(bias)
         if bias is not None:
             safe = jnp.minimum(inside, self._tiles.tokens - 1)
             table = table[:, safe[:, None], safe[None]].astype(jnp.float32)
@@ -153,3 +153,8 @@ class WindowBoxes:
         slots = self._tiles.slots(jnp.int32(row * self.windows[1] + column), inside)
         missing, sees = ~slots.exists[:, None], self._tiles.sees(slots, slots)
         return slots.exists[None] & (sees & ~missing if queries else sees | missing)
+
+
+def make_boxes(pattern: Window, places: Pair, head_dim: int) -> WindowBoxes:
+    """The boxes of windows of a map, in heads of this dimension of 16-bit numbers."""
+    return WindowBoxes(places, pattern.fit(places), 2 * head_dim)

@@ -1,0 +1,610 @@
+"""Neighbourhood attention by kernels for Mosaic GPU, with the rotation inside: forward.
+
+A program is one warpgroup. It owns one head and one tile of queries (`neighborhood_boxes`), and
+loops over examples. The copy engine (TMA) loads the tile and the box of its keys and values
+directly from the projection, with zeros outside of the map, while earlier examples are computed.
+Keys are turned in shared memory, once for the whole tile.
+
+With a warpgroup's matrix instructions all queries of a tile would be multiplied with all keys of
+the box. So each warp multiplies its 16 queries, by those of Ampere (`mma`), with the rows of keys
+that these need: for a kernel of 7, 8 of the 14 rows. The sum of a product begins with a table of
+the bias and the mask, which costs no instruction. In heads of 32, up to a kernel of 7, registers
+hold all logits of a query at once; otherwise the softmax is online.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+from jaxtyping import Array, Float, Int
+
+from rope_jax_kernels.arithmetic import divide
+from rope_jax_kernels.attention import kernel, mosaic_kernel, neighborhood_boxes
+from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
+from rope_jax_kernels.attention.kernel import Operands
+from rope_jax_kernels.attention.mosaic_kernel import ROW, TILE, product, turn
+from rope_jax_kernels.attention.mosaic_launch import in_sets, program_grid, swizzle_transforms
+from rope_jax_kernels.attention.neighborhood_boxes import (
+    FORWARD,
+    SLOTS,
+    STEP,
+    WARPS,
+    Boxes,
+    Part,
+)
+from rope_jax_kernels.attention.task import Task
+from rope_jax_kernels.device import vary_alike
+from rope_jax_kernels.mosaic import repeat
+
+HELD_COLUMNS = 128  # most of the table of bias and mask in registers, of which they take half
+# Most rows of keys whose logits are in registers together, by head dimension.
+MOST_ROWS = {32: 8, 64: 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The programs of a kernel. Static.
+
+    Attributes:
+        part: the kernel.
+        boxes: its tiles.
+        items: examples of one program.
+        in_set: examples that have the same tables.
+        chunks: programs of a tile in one set.
+        stages: examples in shared memory at a time.
+        held_sums: sums in shared memory.
+        groups: warpgroups of a program.
+    """
+
+    part: Part
+    boxes: Boxes
+    items: int
+    in_set: int
+    chunks: int
+    stages: int
+    held_sums: int
+    groups: int = 1
+
+
+def cut(part: Part, task: Task) -> Boxes:
+    """The tiles of a kernel."""
+    return neighborhood_boxes.cut(
+        part, task.pattern, task.places, task.head_dim, biased=task.biased
+    )
+
+
+def forward(
+    task: Task, operands: Operands
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B H maps W"]]:
+    """`Kernel.forward`; lse is a map of each head and class, in units of log 2, for `backward`."""
+    tables = make_tables(task, FORWARD, kernel.tables(operands.turning), operands.bias)
+    run = functools.partial(launch_forward, task)
+    return in_sets(run, operands.data, tables)
+
+
+def launch_forward(task: Task, arrays: tuple, tables: tuple) -> tuple:
+    """The output and lse, for `in_sets`."""
+    batch, dtype = arrays[0].shape[0], arrays[0].dtype
+    out = jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), dtype)
+    outputs = [out, map_of_numbers(task, batch)]
+    return launch(Forward, FORWARD, task, arrays, tables, outputs)
+
+
+def map_of_numbers(task: Task, batch: int) -> jax.ShapeDtypeStruct:
+    """A map of lse or delta [B, H, N classes, W].
+
+    The copy engine needs rows of whole 16 bytes. There are two maps or more, so that rows of one
+    are not a run of bytes: Mosaic GPU would copy such runs without stopping at the end of the map.
+    """
+    dilation = task.pattern.dilation
+    height, width = (n // step for n, step in zip(task.places, dilation, strict=True))
+    maps = max(2, task.heads * math.prod(dilation))
+    return jax.ShapeDtypeStruct((batch, height, maps, -(-width // 4) * 4), jnp.float32)
+
+
+def make_tables(task: Task, part: Part, turning: tuple, bias: tuple) -> tuple:
+    """Tables of one set for the tiles of a kernel.
+
+    Cosines and sines [1, N or 1, tiles, 1 + blocks, 2, 64, R] of a tile's tokens and of the blocks
+    of its box, if q and k turn; `Boxes.table`, if there is a bias.
+    """
+    boxes, tables = cut(part, task), []
+    if turning:
+        tokens = jnp.concatenate(boxes.tokens(), axis=1).reshape(-1, 1 + boxes.blocks, SLOTS)
+        tables.append(jnp.stack([x[:, tokens] for x in turning[:2]], axis=3)[None])
+    return *tables, *(boxes.table(x, task.scale)[None] for x in bias)
+
+
+def launch(
+    program: Callable,
+    part: Part,
+    task: Task,
+    arrays: tuple,
+    tables: tuple,
+    outputs: list[jax.ShapeDtypeStruct],
+    sums: Sequence[tuple[int, ...]] = (),
+    written: tuple = (),
+    held_sums: Sequence[tuple[int, ...]] = (),
+) -> tuple:
+    """Launches a kernel on a grid of programs, for `in_sets`.
+
+    Args:
+        program: the class of its programs.
+        part, task: the kernel and the problem.
+        arrays: operands [B, T, heads, D] in their order, then maps of numbers.
+        tables: of S sets.
+        outputs: those with examples, like the arrays.
+        sums: shapes of what each program adds up over its examples, in float32.
+        written: an array like the operands, some of whose heads the kernel replaces.
+        held_sums: shapes of sums in shared memory.
+
+    Returns:
+        What was written; the outputs; the sums [S, chunks, tiles, N, *shape].
+    """
+    batch, dtype = arrays[0].shape[0], arrays[0].dtype
+    sets = tables[0].shape[0] if tables else 1
+    boxes = cut(part, task)
+    programs = task.heads * boxes.classes * boxes.tiles
+    in_set = batch // sets
+    items = mosaic_kernel.items_per_program(programs * sets, in_set)
+    stages = min(part.stages(boxes, task.head_dim), items)
+    plan = Plan(part, boxes, items, in_set, pl.cdiv(in_set, items), stages, len(held_sums))
+    if not task.biased:
+        tables = *tables, boxes.table(None, task.scale)[None]
+    tile, box = (boxes.down.tile, boxes.columns), (boxes.height, boxes.width)
+    of_map = box if part.transposed else tile
+    turned = boxes.whole_height if task.pairs else boxes.height, boxes.width
+    held = [tile] * len(part.tiles) + [turned] + [box] * (len(part.boxes) - 1)
+    scratch = [
+        *(rows_buffer(task, (stages, *size), dtype) for size in held),
+        *[numbers_buffer(task, (stages, *of_map))] * part.maps,
+        *[rows_buffer(task, (1, *tile), dtype)] * part.results,
+        *[numbers_buffer(task, (1, *tile))] * part.result_maps,
+    ]
+    copies = [*held, *[of_map] * part.maps]
+    arrivals = sum(rows for rows, _ in copies) if task.interpret else len(copies)
+    scratch.append(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages))
+    scratch += [plgpu.SMEM(shape, jnp.float32) for shape in held_sums]
+    lead = sets, plan.chunks, boxes.classes * boxes.tiles, task.heads
+    shapes = [jax.eval_shape(functools.partial(widen, task, boxes), x) for x in outputs]
+    shapes += [jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in sums]
+    make = functools.partial(program, task=task, plan=plan)
+    run = program_grid(
+        make, part.name, shapes, scratch, programs * plan.chunks * sets, synchronized=False
+    )
+    arrays, tables, written = vary_alike(arrays, tables, written)
+    changed = [jax.new_ref(widen(task, boxes, x)) for x in written]
+    results = run(*(widen(task, boxes, x) for x in arrays), *tables, *changed)
+    results, summed = results[: len(outputs)], results[len(outputs) :]
+    results = [
+        narrow(task, boxes, x, like.shape)
+        for x, like in zip([*map(jax.freeze, changed), *results], [*written, *outputs], strict=True)
+    ]
+    return vary_alike(arrays, (*results, *summed))[1]
+
+
+def widen(task: Task, boxes: Boxes, x: Array) -> Array:
+    """An array [B, T, heads, D] as the copy engine sees it; maps of numbers stay as they are.
+
+    [B, rows, dy, columns, dx * heads * D] has the classes of a dilation apart, in the five
+    dimensions that the engine has at most. Interpret mode has no engine that stops at the end of an
+    array: there are zeros after it, which `narrow` removes.
+    """
+    down, across, (dy, dx) = boxes.down, boxes.across, boxes.dilation
+    if x.dtype != jnp.float32:
+        x = x.reshape(x.shape[0], down.members, dy, across.members, dx * x.shape[2] * x.shape[3])
+    if not task.interpret:
+        return x
+    room = [(0, 0)] * x.ndim
+    room[1] = 0, max(down.tile, boxes.whole_height)
+    room[3] = 0, max(across.tile, boxes.width)
+    return jnp.pad(x, room)
+
+
+def narrow(task: Task, boxes: Boxes, x: Array, shape: tuple[int, ...]) -> Array:
+    """Undoes `widen` for an array that had this shape."""
+    if x.dtype == jnp.float32:
+        return x[:, : shape[1], :, : shape[3]]
+    return x[:, : boxes.down.members, :, : boxes.across.members].reshape(shape)
+
+
+def rows_buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for boxes [stages, rows, columns] of tokens' channels, and views of it.
+
+    For the copy engine; as blocks of 64 slots, if it has whole ones; and as rows of a box, for the
+    matrix units. See `mosaic_launch.buffer`.
+    """
+    stages, rows, columns = shape
+    if task.interpret:
+        return plgpu.SMEM((*shape, task.head_dim), dtype)
+    views = [(shape, False)]
+    if rows * columns % SLOTS == 0:
+        views.append(((stages, rows * columns // SLOTS, SLOTS), True))
+    if columns % STEP == 0:
+        views.append((shape, True))
+    return plgpu.RefUnion(
+        *(
+            plgpu.SMEM(
+                (*size, task.head_dim),
+                dtype,
+                transforms=swizzle_transforms(task.head_dim, dtype, tiled=tiled),
+            )
+            for size, tiled in views
+        )
+    )
+
+
+def numbers_buffer(task: Task, shape: tuple[int, ...]) -> Any:
+    """Shared memory for boxes [stages, rows, columns] of numbers, also as [stages, slots]."""
+    if task.interpret:
+        return plgpu.SMEM(shape, jnp.float32)
+    flat = shape[0], shape[1] * shape[2]
+    return plgpu.RefUnion(*(plgpu.SMEM(x, jnp.float32) for x in (shape, flat)))
+
+
+def zeros(columns: int) -> Float[Array, "64 _"]:
+    """A sum in registers before its first term."""
+    return plgpu.layout_cast(jnp.zeros((SLOTS, columns), jnp.float32), TILE)
+
+
+def spread(x: Float[Array, " n"], shape: tuple[int, int], dim: int = 0) -> Float[Array, "64 _"]:
+    """Repeats numbers of rows (dim 0) or columns (1)."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (dim,)), TILE)
+
+
+def rename(x: Float[Array, "64 _"], old: Any, new: Any) -> Float[Array, "64 _"]:
+    """The same registers in another layout, which distributes 64 rows alike.
+
+    Mosaic GPU has no such cast between operands and results of its matrix instructions.
+    """
+    if old.to_mgpu() == new.to_mgpu():
+        return x
+
+    @plgpu.inline_mgpu(
+        arg_types=(old,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=new)
+    )
+    def rename(_: Any, value: Any) -> Any:
+        layout = new.to_mgpu()
+        registers = value.registers.reshape(layout.registers_shape(value.shape))
+        return fragmented_array.FragmentedArray(
+            _registers=registers, _layout=layout, _is_signed=value.is_signed
+        )
+
+    return rename(x)
+
+
+def number_of_warp() -> Int[Array, ""]:
+    """The number of this warp, a scalar that is another one in each."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def number(_: Any) -> Any:
+        index = arith.remui(
+            utils.warp_idx(sync=False), utils.c(WARPS, ir.IntegerType.get_signless(32))
+        )
+        layout = fragmented_array.WGSplatFragLayout(())
+        return fragmented_array.FragmentedArray.splat(index, (), layout, is_signed=True)
+
+    return number()
+
+
+class Program:
+    """One warpgroup, which is one program; base of the classes of all kernels.
+
+    Args:
+        refs: the operands and maps of numbers of `Plan.part`, as `widen` has them; cosines and
+            sines, if q and k turn, and the table of bias and mask (`make_tables`); what the kernel
+            writes; shared memory and a barrier.
+        task: the problem.
+        plan: its programs.
+
+    Attributes:
+        targets: the refs that the kernel writes.
+    """
+
+    def __init__(self, refs: tuple, *, task: Task, plan: Plan):
+        self.task, self.plan, self.part, self.boxes = task, plan, plan.part, plan.boxes
+        part, boxes, take = plan.part, plan.boxes, iter(refs).__next__
+        numbers = [*part.tiles, *part.boxes]
+        self.sources = {operand: take() for operand in sorted(numbers)}
+        self.maps = [take() for _ in range(part.maps)]
+        self.turning = take() if task.pairs else None
+        self.added = take()
+        memory = len(numbers) + part.maps + part.results + part.result_maps + 1 + plan.held_sums
+        taken = len(numbers) + part.maps + bool(task.pairs) + 1
+        self.targets = [take() for _ in range(len(refs) - memory - taken)]
+        self.held = {operand: self.views(take()) for operand in numbers}
+        self.held_maps = [self.views(take()) for _ in range(part.maps)]
+        self.results = [self.views(take()) for _ in range(part.results + part.result_maps)]
+        self.ready = take()
+        self.held_sums = [take() for _ in range(plan.held_sums)]
+        self.dtype = self.sources[numbers[0]].dtype
+        # Programs that run together touch neighbouring memory: heads run fastest.
+        rest, self.head = divide(jax.lax.axis_index("program"), task.heads)
+        rest, across = divide(rest, boxes.across.tiles)
+        rest, down = divide(rest, boxes.down.tiles)
+        rest, column = divide(rest, boxes.dilation[1])
+        rest, row = divide(rest, boxes.dilation[0])
+        self.set, self.chunk = divide(rest, plan.chunks)
+        self.residues = row, column
+        number = (row * boxes.dilation[1] + column) * boxes.tiles
+        self.tile = number + down * boxes.across.tiles + across
+        self.kind = boxes.down.kind(down) * len(boxes.across.examples) + boxes.across.kind(across)
+        self.start = down * boxes.down.tile, across * boxes.across.tile
+        axes = boxes.down, boxes.across
+        self.origin = tuple(axis.first(x) for axis, x in zip(axes, self.start, strict=True))
+        self.first = self.set * plan.in_set + self.chunk * plan.items
+        self.items = jnp.minimum(plan.items, plan.in_set - self.chunk * plan.items)
+        self.layouts = [
+            layout(self.dtype)
+            for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+        ]
+
+    def views(self, ref: Any) -> tuple:
+        """The views of shared memory: for the copy engine, as blocks, and as rows of a box."""
+        return (ref,) * 3 if self.task.interpret else tuple(ref)
+
+    # Copies
+
+    def copy(self, ref: Any, held: Any, item: Array, head: Any, ready: Any = None) -> None:
+        """Starts the copy of a tile or a box into shared memory or, without a barrier, out of it.
+
+        Interpret mode copies each row by itself, because it has no box of several.
+        """
+        rows, columns = held.shape[:2]
+        y, x = self.start if columns == self.boxes.columns else self.origin
+        (dy, dx), (class_y, class_x) = self.boxes.dilation, self.residues
+        for row in range(rows) if self.task.interpret else [None]:
+            down = pl.ds(y, rows) if row is None else y + row
+            if len(ref.shape) == 4:
+                number = (head * dy + class_y) * dx + class_x
+                there = ref.at[item, down, number, pl.ds(x, columns)]
+            else:
+                width = self.task.head_dim
+                channel = (class_x * (ref.shape[-1] // (dx * width)) + head) * width
+                there = ref.at[item, down, class_y, pl.ds(x, columns), pl.ds(channel, width)]
+            here = held if row is None else held.at[row]
+            if ready is None:
+                plgpu.copy_smem_to_gmem(here, there)
+            else:
+                plgpu.copy_gmem_to_smem(there, here, ready)
+
+    def by_one_warp(self, warp: int, start: Callable[[], None]) -> None:
+        """Starts copies in one warp: the others do not issue their instructions.
+
+        In all, where `jax.shard_map` tracks what varies: Mosaic GPU cannot separate warps there.
+        """
+        varies = jax.typeof(self.added).manual_axis_type.varying
+        if self.task.interpret or varies:
+            start()
+        else:
+            plgpu.warp_map(lambda number: pl.when(number == warp)(start))
+
+    def fetch(self, i: Array | int, stage: Array | int) -> None:
+        """Starts the copies of the i-th example."""
+
+        def copies() -> None:
+            item, ready = self.first + i, self.ready.at[stage]
+            offsets = (*self.task.offsets(), 0, 0)
+            for operand, held in self.held.items():
+                head = self.head + offsets[operand]
+                self.copy(self.sources[operand], held[0].at[stage], item, head, ready)
+            for ref, held in zip(self.maps, self.held_maps, strict=True):
+                self.copy(ref, held[0].at[stage], item, self.head, ready)
+
+        self.by_one_warp(0, copies)
+
+    def finish(self, i: Array, stage: Array, results: list[tuple[Any, int, Array]]) -> None:
+        """Starts copying out (target, first head, values) of the i-th example; fetches another.
+
+        All warps have read what they need of this example.
+        """
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous example
+        for held, (_, _, x) in zip(self.results, results, strict=True):
+            ref = held[1].at[0]
+            x = x.astype(ref.dtype)
+            if self.task.interpret:
+                ref[...] = x.reshape(ref.shape)
+            elif len(x.shape) == 1:
+                ref[...] = x
+            else:
+                ref.at[0][...] = x
+        plgpu.commit_smem()
+
+        def copies() -> None:
+            for held, (target, offset, _) in zip(self.results, results, strict=True):
+                self.copy(target, held[0].at[0], self.first + i, self.head + offset)
+
+        self.by_one_warp(1, copies)
+        following = i + self.plan.stages
+        pl.when(following < self.items)(lambda: self.fetch(following, stage))
+
+    # Rows in registers
+
+    def load(self, operand: int, stage: Array, block: int = 0) -> Float[Array, "64 D"]:
+        """Loads a tile, or a block of a box."""
+        ref = self.held[operand][1].at[stage]
+        if not self.task.interpret:
+            return plgpu.load(ref.at[block], layout=TILE)
+        rows = SLOTS // ref.shape[1]
+        return ref[pl.ds(block * rows, rows)].reshape(SLOTS, -1)
+
+    def load_numbers(self, stage: Array) -> Float[Array, " 64"]:
+        """Loads the numbers of a tile's tokens."""
+        ref = self.held_maps[0][1].at[stage]
+        if self.task.interpret:
+            return ref[...].reshape(SLOTS)
+        return plgpu.load(ref, layout=ROW, optimized=False)
+
+    def turns(self, block: int) -> tuple[Array, Array] | None:
+        """Cosines and sines of the tile's tokens (0) or of a block of its box (from 1 on)."""
+        if self.turning is None:
+            return None
+        some = self.head if self.turning.shape[1] > 1 else 0
+        refs = [self.turning.at[self.set, some, self.tile, block, i] for i in range(2)]
+        cos, sin = (plgpu.load(ref, layout=TILE, optimized=False) for ref in refs)
+        return cos, sin
+
+    def turn_tile(self, x: Float[Array, "64 D"], *, back: bool = False) -> Float[Array, "64 D"]:
+        """Turns a tile (or turns it back) and rounds it once."""
+        angles = self.turns(0)
+        if back and angles is not None:
+            angles = angles[0], -angles[1]
+        return turn(x, angles, self.dtype)
+
+    def turn_box(self, operand: int, stage: Array) -> None:
+        """Turns the tokens of a box in shared memory, for all warps."""
+        if self.turning is None:
+            return
+        ref = self.held[operand][1].at[stage]
+        for block in range(self.boxes.blocks):
+            x = turn(self.load(operand, stage, block), self.turns(1 + block), self.dtype)
+            if self.task.interpret:
+                rows = SLOTS // ref.shape[1]
+                ref[pl.ds(block * rows, rows)] = x.reshape(rows, *ref.shape[1:])
+            else:
+                ref.at[block][...] = x
+        plgpu.commit_smem()
+
+    def add_angles(self, total: Array, x: Array, gradient: Array) -> Float[Array, "64 R"]:
+        """Adds the gradient of the angles, from turned rows and their gradient."""
+        pairs = self.task.pairs
+        a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
+        return total + (gradient[:, pairs : 2 * pairs] * a - gradient[:, :pairs] * b)
+
+    # Products
+
+    def warps(self) -> list[Array]:
+        """The number of the warp; in interpret mode, which has none, those of all."""
+        if self.task.interpret:
+            return [jnp.int32(warp) for warp in range(WARPS)]
+        return [number_of_warp()]
+
+    def sum(self, x: Float[Array, "64 _"]) -> Float[Array, "64 _"]:
+        """What products are added to."""
+        return x if self.task.interpret else rename(x, TILE, self.layouts[2])
+
+    def factor(self, x: Float[Array, "64 _"]) -> Float[Array, "64 _"]:
+        """The left operand of products."""
+        return x if self.task.interpret else rename(x, TILE, self.layouts[0])
+
+    def total(self, x: Float[Array, "64 _"]) -> Float[Array, "64 _"]:
+        """A finished sum of products."""
+        return x if self.task.interpret else rename(x, self.layouts[2], TILE)
+
+    def add(
+        self, total: Array, factor: Array, operand: int, stage: Array, rows: list[Array]
+    ) -> Float[Array, "64 D"]:
+        """Adds products with a row of a box, the same number of it for each warp or one of each."""
+        ref = self.held[operand][-1].at[stage]
+        if self.task.interpret:
+            parts = jnp.split(factor, len(rows))
+            terms = [product(x, ref[row]) for x, row in zip(parts, rows, strict=True)]
+            return total + jnp.concatenate(terms)
+        (row,) = rows
+        return plgpu.mma(total, factor, plgpu.load(ref.at[row], layout=self.layouts[1]))
+
+    def products(
+        self, total: Array, factor: Array, operand: int, stage: Array, rows: list[Array]
+    ) -> Float[Array, "64 width"]:
+        """As `add`, with a row whose tokens are columns; the sum is finished."""
+        ref = self.held[operand][-1].at[stage]
+        if self.task.interpret:
+            parts = jnp.split(factor, len(rows))
+            terms = [product(x, ref[row].T) for x, row in zip(parts, rows, strict=True)]
+            return total + jnp.concatenate(terms)
+        (row,) = rows
+        columns = plgpu.load(ref.at[row].transpose((1, 0)), layout=self.layouts[1])
+        return self.total(plgpu.mma(total, factor, columns))
+
+    def load_added(self, row: Any) -> Float[Array, "64 width"]:
+        """A row of the table of bias and mask."""
+        set_index = self.set if self.added.shape[0] > 1 else 0
+        some = self.head if self.added.shape[2] > 1 else 0
+        ref = self.added.at[set_index, self.kind, some, row]
+        return self.sum(plgpu.load(ref, layout=TILE, optimized=False))
+
+    def starts(self) -> list[Array]:
+        """The first row of keys of a warp."""
+        return [self.boxes.first_row(self.start[0], warp) for warp in self.warps()]
+
+    def run(self) -> None:
+        """Computes all examples of the program."""
+        for stage in range(self.plan.stages):
+            pl.when(stage < self.items)(functools.partial(self.fetch, stage, stage))
+        self.run_examples()
+        plgpu.wait_smem_to_gmem(0)
+
+    def run_examples(self) -> None:
+        """Computes all examples, whose copies have been started or will be by `finish`."""
+        pl.loop(0, self.items)(self.example)
+
+
+class Forward(Program):
+    """The output [B, T, N, D] and lse of q, k and v."""
+
+    def __init__(self, refs: tuple, **terms: Any):
+        super().__init__(refs, **terms)
+        reach = self.boxes.reach
+        most = MOST_ROWS[self.task.head_dim]
+        self.rows = max(n for n in range(1, most + 1) if reach % n == 0)
+        self.parts, self.warp_starts = reach // self.rows, self.starts()
+        # The table of bias and mask stays in registers, if it has few rows.
+        kinds = self.added.shape[3]
+        held = self.parts == 1 and kinds * self.boxes.width <= HELD_COLUMNS
+        self.table = [self.load_added(kind) for kind in range(kinds)] if held else None
+
+    def add_part(self, part: Any, q: Array, stage: Array, carry: tuple | None) -> tuple:
+        """Adds some rows of keys to the softmax, which is online if there are several parts."""
+        places, logits = [], []
+        for i in range(self.rows):
+            row = part * self.rows + i
+            kind, starts = self.boxes.row_kind(row), [x + row for x in self.warp_starts]
+            added = self.table[kind] if self.table else self.load_added(kind)
+            logits.append(self.products(added, q, 1, stage, starts))
+            places.append(starts)
+        unit, shape = np.float32(self.task.scale * LOG2E), logits[0].shape
+        top = jnp.max(functools.reduce(jnp.maximum, logits), axis=1) * unit
+        if carry is not None:
+            before, total, out = carry
+            top = jnp.maximum(before, top)
+            shrink = jnp.exp2(before - top)
+            total, out = total * shrink, self.total(out)
+            out = self.sum(out * spread(shrink, out.shape))
+        else:
+            total, out = 0, self.sum(zeros(self.task.head_dim))
+        weights = [jnp.exp2(x * unit - spread(top, shape)) for x in logits]
+        total += jnp.sum(functools.reduce(operator.add, weights), axis=1)
+        for starts, x in zip(places, weights, strict=True):
+            out = self.add(out, self.factor(x.astype(self.dtype)), 2, stage, starts)
+        return top, total, out
+
+    def example(self, i: Array) -> None:
+        """Computes the tile of the i-th example."""
+        _, stage = divide(i, self.plan.stages)
+        plgpu.barrier_wait(self.ready.at[stage])
+        q = self.factor(self.turn_tile(self.load(0, stage)))
+        self.turn_box(1, stage)
+        if self.parts == 1:
+            top, total, out = self.add_part(0, q, stage, None)
+        else:
+            full = lambda value: plgpu.layout_cast(jnp.full((SLOTS,), value, jnp.float32), ROW)
+            carry = full(MASKED), full(0), self.sum(zeros(self.task.head_dim))
+            body = lambda part, carry: self.add_part(part, q, stage, carry)
+            top, total, out = repeat(self.parts, body, carry)
+        out = self.total(out) * spread(1 / total, out.shape)
+        lse = top + jnp.log2(total)
+        self.finish(i, stage, [(self.targets[0], 0, out), (self.targets[1], 0, lse)])
