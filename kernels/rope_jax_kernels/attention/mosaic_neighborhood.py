@@ -25,8 +25,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.arithmetic import divide
@@ -37,6 +37,7 @@ from rope_jax_kernels.attention.mosaic_kernel import ROW, TILE, product, turn
 from rope_jax_kernels.attention.mosaic_launch import in_sets, program_grid, swizzle_transforms
 from rope_jax_kernels.attention.neighborhood_boxes import (
     FORWARD,
+    KEYS,
     SLOTS,
     STEP,
     WARPS,
@@ -104,13 +105,15 @@ def launch_forward(task: Task, arrays: tuple, tables: tuple) -> tuple:
 def map_of_numbers(task: Task, batch: int) -> jax.ShapeDtypeStruct:
     """A map of lse or delta [B, H, N classes, W].
 
-    The copy engine needs rows of whole 16 bytes. There are two maps or more, so that rows of one
-    are not a run of bytes: Mosaic GPU would copy such runs without stopping at the end of the map.
+    The copy engine needs rows of whole 16 bytes. There are so many maps that the next row of one is
+    farther than a box is wide: Mosaic GPU would take rows that follow one another for a run of
+    bytes, and copy it without stopping at the end of the map.
     """
     dilation = task.pattern.dilation
     height, width = (n // step for n, step in zip(task.places, dilation, strict=True))
-    maps = max(2, task.heads * math.prod(dilation))
-    return jax.ShapeDtypeStruct((batch, height, maps, -(-width // 4) * 4), jnp.float32)
+    width = -(-width // 4) * 4
+    maps = max(task.heads * math.prod(dilation), 1 + cut(KEYS, task).width // width)
+    return jax.ShapeDtypeStruct((batch, height, maps, width), jnp.float32)
 
 
 def make_tables(task: Task, part: Part, turning: tuple, bias: tuple) -> tuple:
