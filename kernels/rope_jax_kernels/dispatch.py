@@ -68,9 +68,9 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # - rotate, rotate_by_angles: only where `kernels_pay`.
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
 # - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
-# - mosaic for attention: `Window` in 16 bits, where `is_preferred` of its module says so: it issues
-#   0.5 to 0.7 times the instructions of Triton's kernels (Swin, heads of 32 and 64), and no time of
-#   either was measured. Rotations, `Global` and `Neighborhood` wait for measurements.
+# - mosaic for attention: `Window` in 16 bits, where `is_preferred` of its module says so: its code
+#   has 0.6 times the instructions of Triton's (Swin, README), and no time of either was measured.
+#   Rotations, `Global` and `Neighborhood` wait for measurements.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
 PREFERENCE: dict[str, dict[str, range]] = {
     "rotate": {"triton": FROM_AMPERE},

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
@@ -37,6 +38,30 @@ def turns(theta: Float[Array, "rows R"]) -> tuple[Float[Array, "rows R"], Float[
     """Cosine and sine of float32 angles, by the rounding that Mosaic GPU has."""
     to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
     return cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
+
+
+def start_in_one_warp(number: int, start: Callable[[], None], like: Any) -> None:
+    """Starts copies by one warp of a warpgroup: the others do not issue their instructions.
+
+    By all of them where `jax.shard_map` tracks what varies: Mosaic GPU cannot separate warps there.
+
+    Args:
+        number: of the warp.
+        start: starts the copies.
+        like: a ref of the kernel, which varies if any does.
+    """
+    if jax.typeof(like).manual_axis_type.varying:
+        start()
+    else:
+        plgpu.warp_map(lambda warp: pl.when(warp == number)(start))
+
+
+def angle_gradient(
+    x: Float[Array, "64 D"], gradient: Float[Array, "64 D"], pairs: int
+) -> Float[Array, "64 R"]:
+    """The gradient of the angles of turned rows, from these and their gradient."""
+    a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
+    return gradient[:, pairs : 2 * pairs] * a - gradient[:, :pairs] * b
 
 
 def angles(

@@ -118,7 +118,7 @@ def check_case(name):
 
 
 RACED = ["several examples for a program", "no rotation", "several examples"]
-RACED += ["shifted windows with a bias"]
+RACED += ["shifted windows with a bias", "kernel of 3, one tile"]
 # `test_no_races` computes the others, which must not be compiled before.
 ALONE = [name for name in CASES if name not in RACED]
 
@@ -198,9 +198,9 @@ def test_several_warpgroups(names):
     )
 
 
-def test_nan_does_not_reach_other_examples(busy):
+@pytest.mark.parametrize("pattern", [Window((3, 3)), Neighborhood((3, 3))])
+def test_nan_does_not_reach_other_examples(pattern, busy):
     """Neither by slots without a token, which keep what an earlier example left."""
-    pattern = Window((3, 3))
     qkv, *terms, cotangent = operands(
         pattern, (3, 3), dtype=jnp.bfloat16, bias=True, heads=1, batch=3
     )
@@ -212,16 +212,35 @@ def test_nan_does_not_reach_other_examples(busy):
         assert np.isfinite(np.float32(result[name][1:])).all()
 
 
-def test_a_bias_of_minus_infinity_masks(busy):
-    pattern = Window((9, 9))  # of two tiles
+# A window of two tiles, and an online softmax of several rows of keys.
+@pytest.mark.parametrize("pattern", [Window((9, 9)), Neighborhood((9, 9))])
+def test_a_bias_of_minus_infinity_masks(pattern, busy):
     qkv, coords, freqs, bias, _ = operands(
         pattern, (9, 9), dtype=jnp.bfloat16, bias=True, heads=1, batch=1
     )
-    bias = np.full_like(bias, -np.inf)
-    bias[..., bias.shape[-1] // 2] = 0  # every token sees itself
+    shape, bias = bias.shape, np.full(bias.size, -np.inf, np.float32)
+    bias[bias.size // 2] = 0  # every token sees itself
     run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
-    result = run(qkv, coords, freqs, bias, None)
+    result = run(qkv, coords, freqs, bias.reshape(shape), None)
     np.testing.assert_array_equal(result["out"], qkv[..., 2, :, :])
+
+
+@pytest.mark.parametrize("pattern", [Window((7, 7)), Neighborhood((3, 3))])
+def test_a_bias_that_is_the_same_everywhere_changes_nothing(pattern, busy):
+    """Also where tiles have slots past the end of the map; the lowest one leaves numbers finite."""
+    qkv, coords, freqs, bias, cotangent = operands(
+        pattern, (4, 6), dtype=jnp.bfloat16, bias=True, heads=1, batch=1
+    )
+    run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
+    none, large, lowest = (
+        run(qkv, coords, freqs, np.full_like(bias, x), cotangent)
+        for x in (0, 100, jnp.finfo(jnp.float32).min)
+    )
+    for name in ("out", "qkv", "freqs", "bias"):
+        expected, result = (np.float32(x[name]) for x in (none, large))
+        tolerance = 0.02 * np.abs(expected).max()
+        np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance)
+        assert np.isfinite(np.float32(lowest[name])).all()
 
 
 @pytest.mark.slow
@@ -318,6 +337,15 @@ def test_plan(tokens, head_dim, groups):
         assert 1 <= plan.items <= batch
         assert plan.pieces * plan.width == head_dim
     assert mosaic_kernel.plan(task, 1).items == 1
+
+
+@pytest.mark.parametrize("sums", [2**10, 2**14, 2**22])
+def test_programs_write_sums_of_bounded_size(sums):
+    """For many examples; one chunk of programs may need more."""
+    for programs in (1, 96, 5000):
+        items = mosaic_kernel.items_per_program(programs, 1000, sums=sums)
+        chunks = -(-1000 // items)
+        assert chunks == 1 or chunks * programs * sums <= mosaic_kernel.MOST_SUMS
 
 
 @pytest.mark.parametrize(

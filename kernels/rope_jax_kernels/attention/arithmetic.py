@@ -11,9 +11,14 @@ from jaxtyping import Array, Float
 from rope_jax_kernels.attention.task import Task
 
 LOG2E = np.float32(np.log2(np.e))
-# Where the running maximum of a row's logits begins; in `mosaic` also the logit of a masked pair.
-# Finite, so that differences with it are not NaN.
+# Where the running maximum of a row's logits begins; in `mosaic`, except neighbourhoods, also the
+# logit of a masked pair. Finite, so that differences with it are not NaN.
 MASKED = np.float32(-1e30)
+
+
+def bounded_bias(bias: Float[Array, "*n"], lowest: float = MASKED / 2) -> Float[Array, "*n"]:
+    """A bias in units of log 2, float32, and finite even where it is -inf."""
+    return jnp.maximum(bias.astype(jnp.float32) * LOG2E, np.float32(lowest))
 
 
 def dot(

@@ -21,7 +21,7 @@ from rope_jax_kernels.rotation import Rotation
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 HEAD_DIMS = (32, 64, 128)
-DESKTOP = 120  # compute capability, times 10, from which a copy by the engine is a function call
+NEWER = 110  # compute capability, times 10, from which GPUs are not data center Blackwell
 AXES = 4  # most coordinates of a token: with heads of 128, more do not fit into registers
 WINDOW_TILES = {32: 3, 64: 2}  # most tiles of a window, by head dimension
 
@@ -51,11 +51,11 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     from rope_jax_kernels.attention import (
         mosaic_launch,
         mosaic_neighborhood_backward,
-        mosaic_window,
+        mosaic_window_backward,
     )
 
     if isinstance(task.pattern, Window):
-        return mosaic_window.backward(task, needs, operands)
+        return mosaic_window_backward.backward(task, needs, operands)
     if isinstance(task.pattern, Neighborhood):
         return mosaic_neighborhood_backward.backward(task, needs, operands)
     (*data, lse, out), turning, _ = operands
@@ -128,8 +128,8 @@ def refusal(
             return f"rotation.coords has {axes} axes; up to {AXES} are served"
     if reason := device.refusal("Hopper"):
         return reason
-    if near and device.capability() >= DESKTOP:
-        return "its copies are slow on GPUs of compute capability 12.0 and newer"
+    if near and device.capability() >= NEWER:
+        return "GPUs of compute capability 11.0 and newer copy slowly, or were not compiled for"
     if not near and device.is_gpu() and device.refusal("Blackwell") is None:
         return (
             "it needs the matrix instructions of Hopper (compute capability 9.0), which newer GPUs "

@@ -23,10 +23,10 @@ from jaxtyping import Array, Float
 from rope_jax_kernels import mosaic
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
+from rope_jax_kernels.attention.slots import ROWS
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import MULTIPROCESSORS
 
-ROWS = 64  # of a tile: of the matrix instructions of one warpgroup
 WIDEST = 64  # channels of a piece of a row, 128 bytes: the widest swizzle of shared memory
 # Most warpgroups of a program, by head dimension: a multiprocessor has 65,536 registers.
 MOST_GROUPS = {32: 4, 64: 4, 128: 2}
@@ -34,6 +34,7 @@ MOST_GROUPS = {32: 4, 64: 4, 128: 2}
 # of the program hold all threads of the machine; with one warpgroup there is no such thread.
 MOST_INTERPRETED = 1
 MOST_ITEMS = 8  # examples of one program
+MOST_SUMS = 2**24  # numbers (64 MiB) that programs write besides outputs, or those of one chunk
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -75,16 +76,23 @@ def plan(task: Task, batch: int) -> Plan:
     return Plan(groups, tiles, blocks, items, min(2, items * tiles), task.head_dim // width, width)
 
 
-def items_per_program(programs: int, batch: int, most: int = MOST_ITEMS) -> int:
+def items_per_program(programs: int, batch: int, most: int = MOST_ITEMS, sums: int = 0) -> int:
     """Examples of a program, of `programs` that each example needs.
 
     Chosen to keep all multiprocessors equally busy, counting half an example's time for start-up.
+
+    Args:
+        programs: see above.
+        batch: examples.
+        most: examples of a program, unless all `sums` together would be more than `MOST_SUMS`.
+        sums: numbers that each program adds up over its examples and writes.
     """
 
     def cost(items: int) -> float:
         return pl.cdiv(programs * pl.cdiv(batch, items), MULTIPROCESSORS) * (items + 0.5)
 
-    return min(range(1, min(most, batch) + 1), key=cost)
+    items = min(range(1, min(most, batch) + 1), key=cost)
+    return max(items, pl.cdiv(batch, max(1, MOST_SUMS // (programs * sums)))) if sums else items
 
 
 def join(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:

@@ -57,32 +57,32 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
 def in_sets(
     launch: Callable[[tuple, tuple], tuple],
     arrays: tuple,
-    rotation: tuple,
+    tables: tuple,
     *,
     apart: bool = False,
 ) -> tuple:
-    """A launch with S rotations [S, ...] of S parts of the examples, and a rule for vmap.
+    """A launch with tables [S, ...] of S sets, equal parts of the examples, and a rule for vmap.
 
-    Examples that turn alike become one set, unless something is summed over those of a set: then
-    sets stay `apart`.
+    Examples that share their tables become one set, unless something is summed over those of a set:
+    then sets stay `apart`.
     """
 
     @jax.custom_batching.custom_vmap
-    def run(arrays: tuple, rotation: tuple) -> tuple:
-        return launch(arrays, rotation)
+    def run(arrays: tuple, tables: tuple) -> tuple:
+        return launch(arrays, tables)
 
     @run.def_vmap
     def _run_batched(
-        size: int, is_batched: Any, arrays: tuple, rotation: tuple
+        size: int, is_batched: Any, arrays: tuple, tables: tuple
     ) -> tuple[tuple, tuple]:
-        arrays_batched, rotation_batched = is_batched
-        if any(rotation_batched) or any(x.shape[0] > 1 for x in rotation) or apart:
-            rotation = merge_mapped(size, rotation, rotation_batched)
+        arrays_batched, tables_batched = is_batched
+        if any(tables_batched) or any(x.shape[0] > 1 for x in tables) or apart:
+            tables = merge_mapped(size, tables, tables_batched)
         arrays = merge_mapped(size, arrays, arrays_batched)
-        out = in_sets(launch, arrays, rotation, apart=apart)
+        out = in_sets(launch, arrays, tables, apart=apart)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
-    return run(arrays, rotation)
+    return run(arrays, tables)
 
 
 def launch(

@@ -25,18 +25,16 @@ from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.kernel import Needs, Operands
 from rope_jax_kernels.attention.mosaic_kernel import COLUMN, TILE
 from rope_jax_kernels.attention.mosaic_launch import in_sets
-from rope_jax_kernels.attention.mosaic_neighborhood import (
-    Program,
+from rope_jax_kernels.attention.mosaic_neighborhood import Program, spread, zeros
+from rope_jax_kernels.attention.mosaic_neighborhood_launch import (
     cut,
     launch,
     make_tables,
     map_of_numbers,
-    spread,
-    zeros,
 )
-from rope_jax_kernels.attention.neighborhood_boxes import KEYS, QUERIES, SLOTS, Part
+from rope_jax_kernels.attention.neighborhood_boxes import KEYS, QUERIES, ROWS, Part
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat, store
+from rope_jax_kernels.mosaic import angle_gradient, repeat, store
 
 PIECE = 8  # columns of a row of keys
 
@@ -87,8 +85,8 @@ def launch_queries(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tu
     """The gradient of the queries, delta, and sums of the angles' and the bias', for `in_sets`."""
     q, boxes = arrays[0], cut(QUERIES, task)
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), map_of_numbers(task, q.shape[0])]
-    sums = [(SLOTS, task.pairs)] if needs.freqs else []
-    by_slot = (boxes.reach, boxes.width // PIECE, SLOTS, PIECE)
+    sums = [(ROWS, task.pairs)] if needs.freqs else []
+    by_slot = (boxes.reach, boxes.width // PIECE, ROWS, PIECE)
     of_bias = [by_slot] if needs.bias else []
     program = functools.partial(Queries, needs=needs)
     return launch(
@@ -101,7 +99,7 @@ def launch_keys(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple
     (*data, lse, delta), written = arrays[:6], arrays[6:]
     shape = data[0].shape[0], task.tokens, task.heads, task.head_dim
     outputs = [] if written else [jax.ShapeDtypeStruct(shape, data[0].dtype)] * 2
-    sums = [(SLOTS, task.pairs)] if needs.freqs else []
+    sums = [(ROWS, task.pairs)] if needs.freqs else []
     program = functools.partial(Keys, needs=needs)
     return launch(program, KEYS, task, (*data, lse, delta), tables, outputs, sums, written)
 
@@ -130,7 +128,7 @@ class Queries(Program):
         q = self.turn_tile(q)
         self.turn_box(1, stage)
         q_factor, dout = self.factor(q), self.factor(dout)
-        unit, shape = np.float32(self.task.scale * LOG2E), (SLOTS, self.boxes.width)
+        unit, shape = np.float32(self.task.scale * LOG2E), (ROWS, self.boxes.width)
 
         def body(row: Array, dq: Array) -> Array:
             rows, added = [x + row for x in starts], self.load_added(self.boxes.row_kind(row))
@@ -147,7 +145,7 @@ class Queries(Program):
         dq = repeat(self.boxes.reach, body, self.sum(zeros(self.task.head_dim)))
         dq = self.total(dq) * np.float32(self.task.scale)
         if self.needs.freqs:
-            angles = self.add_angles(angles, q, dq)
+            angles += angle_gradient(q, dq, self.task.pairs)
         dq = self.turn_tile(dq, back=True)
         self.finish(i, stage, [(self.targets[0], 0, dq), (self.targets[1], 0, delta)])
         return angles
@@ -218,7 +216,7 @@ class Keys(Program):
         dk, dv = repeat(count, body, start)
         dk, dv = self.total(dk) * np.float32(self.task.scale), self.total(dv)
         if self.needs.freqs:
-            angles = self.add_angles(angles, k, dk)
+            angles += angle_gradient(k, dk, self.task.pairs)
         dk = self.turn_tile(dk, back=True)
         targets = zip(self.gradients, (dk, dv), strict=True)
         self.finish(i, stage, [(*target, x) for target, x in targets])

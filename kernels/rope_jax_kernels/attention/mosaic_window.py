@@ -1,4 +1,4 @@
-"""Attention inside windows by Pallas kernels for Mosaic GPU on Hopper, forward and backward.
+"""Attention inside windows by Pallas kernels for Mosaic GPU on Hopper: forward.
 
 A program owns one head and one place of a window on the map, of several successive examples.
 Forward, their cosines, sines and, with one tile, the bias stay in registers. The copy engine (TMA)
@@ -6,9 +6,6 @@ loads the boxes of the window (`window_boxes`) directly from the projection, sta
 alone: the others would issue the instructions of the copies, too. Each warpgroup owns a tile of 64
 slots, as queries and as keys; most windows of up to 64 tokens have one. What a query does not see,
 also past the end of the map, is part of the bias.
-
-Backward, a warpgroup computes weights and gradients of logits of its queries and one tile of keys
-at a time, each warpgroup another one, and leaves them in shared memory to the owner of these keys.
 
 While one example is computed, the engine loads the next and writes the previous one.
 """
@@ -24,18 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention import mosaic_kernel
-from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
-from rope_jax_kernels.attention.kernel import Needs, Operands, tables
+from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, bounded_bias
+from rope_jax_kernels.attention.kernel import Operands, tables
 from rope_jax_kernels.attention.mosaic_kernel import (
-    ROW,
     ROWS,
     TILE,
     add_products,
-    join,
     load_rows,
     row_products,
     store_rows,
@@ -45,15 +40,13 @@ from rope_jax_kernels.attention.mosaic_launch import (
     buffer,
     in_sets,
     program_grid,
-    swizzle_transforms,
 )
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.attention.window_boxes import Box, WindowBoxes, make_boxes
 from rope_jax_kernels.device import vary_alike
-from rope_jax_kernels.mosaic import repeat, store
+from rope_jax_kernels.mosaic import repeat, start_in_one_warp
 
 STAGES = 2  # examples in shared memory: one is computed while the next is loaded
-MOST_ITEMS_BACKWARD = 16  # examples of one program, which writes sums of gradients
 opaque = jax.lax.optimization_barrier
 
 
@@ -81,14 +74,27 @@ class Plan:
         return self.tiles * ROWS
 
 
-def plan(task: Task, batch: int, sets: int, most_items: int = mosaic_kernel.MOST_ITEMS) -> Plan:
-    """The plan for `batch` examples in `sets` that share their tables."""
+def plan(
+    task: Task,
+    batch: int,
+    sets: int,
+    *,
+    most_items: int = mosaic_kernel.MOST_ITEMS,
+    sums: int = 0,
+) -> Plan:
+    """The plan for `batch` examples in `sets` that share their tables.
+
+    Args:
+        task: the problem.
+        batch, sets: numbers of examples, and of sets.
+        most_items, sums: of one program, as in `items_per_program`.
+    """
     boxes = make_boxes(task.pattern, task.places, task.head_dim)
     tiles = boxes.tiles
     most = mosaic_kernel.MOST_INTERPRETED if task.interpret else tiles
     groups = max(n for n in range(1, most + 1) if tiles % n == 0)
     programs, in_set = task.heads * boxes.count * sets, batch // sets
-    items = mosaic_kernel.items_per_program(programs, in_set, most_items)
+    items = mosaic_kernel.items_per_program(programs, in_set, most_items, sums)
     return Plan(boxes, tiles, groups, items, pl.cdiv(in_set, items))
 
 
@@ -102,35 +108,18 @@ def forward(
     return in_sets(run, arrays, tuple(x[None] for x in terms))
 
 
-def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
-    """The backward pass of `Kernel`."""
-    (*data, lse, out), turning, bias = operands
-    terms = tuple(x[None] for x in make_tables(task, turning[:2], bias, queries=True))
-    run = functools.partial(launch_backward, task, needs)
-    results = in_sets(run, (*data, out, lse), terms, apart=needs.freqs or needs.bias)
-    count = 1 if task.packed else 3
-    gradients, sums = results[:count], [x.sum((0, 1, 2)) for x in results[count:]]
-    partial, boxes = (), make_boxes(task.pattern, task.places, task.head_dim)
-    if needs.freqs:
-        coords = turning[2].astype(jnp.float32)[_tokens(boxes)]
-        by_axis = jnp.einsum("sa,nsr->nar", coords, sums[-1], precision="highest")
-        partial = (by_axis[None, None],)
-    return gradients, partial, boxes.fold(sums[0]) if needs.bias else None
-
-
 def make_tables(task: Task, turns: tuple, bias: tuple, *, queries: bool) -> tuple:
     """Cosines and sines [N or 1, slots, 2 R], if any, and the bias [kinds, N or 1, slots, slots].
 
     The bias is in units of log 2; see `WindowBoxes.masked_bias`.
     """
     boxes = make_boxes(task.pattern, task.places, task.head_dim)
-    # Higher than what masks a pair, whatever the bias is.
-    table = [jnp.maximum(x.astype(jnp.float32) * LOG2E, MASKED / 2) for x in bias]
-    added = boxes.masked_bias(*(table or [None]), float(MASKED), queries=queries)
-    return *(jnp.concatenate(x, axis=2)[:, _tokens(boxes)] for x in [turns] if x), added
+    (table,) = [bounded_bias(x) for x in bias] or [None]
+    added = boxes.masked_bias(table, float(MASKED), queries=queries)
+    return *(jnp.concatenate(x, axis=2)[:, token_of_slots(boxes)] for x in [turns] if x), added
 
 
-def _tokens(boxes: WindowBoxes) -> np.ndarray:
+def token_of_slots(boxes: WindowBoxes) -> np.ndarray:
     """A token of the window for each slot; any where there is none."""
     h, w = boxes.window.size
     return np.minimum(boxes.tokens(), h * w - 1)
@@ -181,37 +170,6 @@ def launch_forward(task: Task, arrays: tuple, terms: tuple) -> tuple[Array, Arra
     program = functools.partial(Forward, task=task, plan=cut)
     out, lse = launch(program, "attention_mosaic_window", arrays, terms, (), outputs, scratch)
     return tokens_of(task, out), lse
-
-
-def launch_backward(task: Task, needs: Needs, arrays: tuple, terms: tuple) -> tuple[Array, ...]:
-    """The gradients of the data, and partial sums of those of the bias by slot and the angles.
-
-    For `in_sets`; the sums are [S, chunks, windows, N, slots, slots] and [.., slots, R].
-    """
-    *arrays, lse = arrays
-    dtype, batch, sets = arrays[0].dtype, lse.shape[0], terms[-1].shape[0]
-    cut = plan(task, batch, sets, MOST_ITEMS_BACKWARD)
-    where = sets, cut.chunks, cut.boxes.count, task.heads, cut.slots
-    heads = [3 * task.heads] if task.packed else [task.heads] * 3
-    outputs = [outputs_of(task, cut, batch, n, dtype) for n in heads]
-    outputs += [
-        jax.ShapeDtypeStruct((*where, size), jnp.float32)
-        for size, needed in ((cut.slots, needs.bias), (task.pairs, needs.freqs))
-        if needed
-    ]
-    transforms = swizzle_transforms(task.head_dim, dtype, tiled=True)  # as of the other operands
-    transforms = () if task.interpret else transforms
-    scratch = [
-        buffer(task, (STAGES, 5, cut.slots, task.head_dim), dtype),
-        plgpu.Barrier(num_arrivals=5 * copies(task, cut) + 1, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=cut.groups),
-        plgpu.SMEM((STAGES, cut.slots), jnp.float32),
-        plgpu.SMEM((2, cut.tiles, ROWS, ROWS), dtype, transforms=transforms),
-    ]
-    name = "attention_mosaic_window_backward"
-    program = functools.partial(Backward, needs=needs, task=task, plan=cut)
-    results = launch(program, name, tuple(arrays), terms, (lse,), outputs, scratch)
-    return *(tokens_of(task, x) for x in results[: len(heads)]), *results[len(heads) :]
 
 
 def copies(task: Task, plan: Plan) -> int:
@@ -321,14 +279,10 @@ class Program(abc.ABC):
         return ref if self.task.interpret else ref.reshape(shape)
 
     def by_one_warp(self, number: int, start: Callable[[], None]) -> None:
-        """Starts copies by one warp of the first warpgroup.
-
-        By all its warps, each of which issues their instructions, where `jax.shard_map` tracks what
-        varies: Mosaic GPU cannot separate warps there.
-        """
-        together = self.task.interpret or jax.typeof(self.sources[0]).manual_axis_type.varying
-        alone = lambda warp: pl.when(warp == number)(start)
-        run = start if together else functools.partial(plgpu.warp_map, alone)
+        """Starts copies by one warp of the first warpgroup."""
+        if self.task.interpret:
+            return start()
+        run = functools.partial(start_in_one_warp, number, start, self.sources[0])
         return run() if self.plan.groups == 1 else pl.when(self.group == 0)(run)
 
     def fetch(self, item: Array, held: Any, ready: Any, heads: tuple) -> None:
@@ -346,14 +300,6 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def start(self, i: Array | int) -> None:
         """Starts the copies of the i-th example."""
-
-    def are_filled(self, tile: Array) -> Bool[Array, "64 D"]:
-        """Which slots of a tile copies fill."""
-        slot = tile * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-        spans = [(x.slot, x.rows_read * x.size[1]) for x in self.plan.boxes.boxes()]
-        filled = [(slot >= first) & (slot < first + size) for first, size in spans]
-        filled = functools.reduce(jnp.logical_or, filled)
-        return jax.lax.broadcast_in_dim(filled, (ROWS, self.task.head_dim), (0,))
 
     def start_next(self, i: Array) -> None:
         """Starts the copies of the example after the i-th, if there is one."""
@@ -477,183 +423,4 @@ class Forward(Program):
         turns = [self.turns(tile) for tile in self.own_tiles()]
         bias = self.load_bias(0, pl.ds(0, ROWS)) if self.plan.tiles == 1 else None
         pl.loop(0, self.items)(lambda i: self.example(i, turns, bias))
-        plgpu.wait_smem_to_gmem(0)
-
-
-class Backward(Program):
-    """Gradients of q, k and v, from these, the output's gradient, the output and lse.
-
-    Also sums over examples of the gradients of the angles and the bias by slot, where needed.
-    """
-
-    def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
-        super().__init__(refs, sources=5, **terms)
-        take, task = self.refs, self.task
-        self.needs, self.lse = needs, next(take)
-        targets = [next(take) for _ in range(1 if task.packed else 3)]
-        self.targets = targets * 3 if task.packed else targets
-        self.bias_sums = next(take) if needs.bias else None
-        self.angle_sums = next(take) if needs.freqs else None
-        self.held = self.take_memory()
-        self.ready, self.meeting, self.held_lse, self.logits = take
-
-    def start(self, i: Array | int) -> None:
-        """Starts the copies of the i-th example."""
-        stage, item = divide(jnp.int32(i), STAGES)[1], self.first + i
-        heads = tuple(self.head + offset for offset in (*self.task.offsets(), 0, 0))
-        ready = self.ready.at[stage]
-
-        def copy() -> None:
-            self.fetch(item, self.held[0].at[stage], ready, heads)
-            lse = self.lse.at[item, self.head, self.window]
-            plgpu.copy_gmem_to_smem(lse, self.held_lse.at[stage], ready)
-
-        self.by_one_warp(0, copy)
-
-    def finish(self, i: Array, stage: Array) -> None:
-        """Starts copying the gradients of the i-th example."""
-        for operand, offset in enumerate(self.task.offsets()):
-            held = self.held[0].at[stage, operand]
-            self.send(held, self.targets[operand], self.first + i, self.head + offset)
-        plgpu.commit_smem_to_gmem_group()
-
-    def add_angles(self, total: Any, x: Array, gradient: Array) -> Float[Array, "64 R"]:
-        """Adds the gradient of the angles, from turned rows and their gradient."""
-        pairs = self.task.pairs
-        a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
-        return total + (gradient[:, pairs : 2 * pairs] * a - gradient[:, :pairs] * b)
-
-    def add_bias(
-        self, total: Any, gradient: Array, tile: Array | int, keys: Any, begins: Any
-    ) -> Any:
-        """Adds the gradient of the bias of a tile of queries and a slice of keys.
-
-        In registers if there is a sum, otherwise in memory that only this thread uses.
-        """
-        if self.bias_sums is None:
-            return None
-        if total is not None:
-            return total + gradient
-        place = pl.ds(tile * ROWS, ROWS), keys
-        target = self.bias_sums.at[self.set, self.chunk, self.window, self.head, *place]
-        before = plgpu.load(target, layout=TILE, optimized=False)
-        gradient += jnp.where(begins, 0, before)
-        store(target, gradient, interpret=self.task.interpret)
-        return total
-
-    def logit_gradients(self, rows: tuple, held: Any, tile: Array | int, keys: Any) -> tuple:
-        """Weights of a tile of queries for keys, and the gradients of their logits, [64, keys].
-
-        Args:
-            rows: of the queries: turned, their output's gradient, lse and delta.
-            held: the maps in shared memory.
-            tile: of queries.
-            keys: slice of slots.
-        """
-        q, dout, lse, delta = rows
-        width = keys.size
-        spread = lambda x: jax.lax.broadcast_in_dim(x, (ROWS, width), (0,))
-        k, v = (held.at[pl.ds(operand, 1), keys] for operand in (1, 2))
-        logits, dweights = row_products(self.task, [(q, k), (dout, v)])
-        # Read for each example: there are no registers for it.
-        logits = logits * np.float32(self.task.scale * LOG2E) + self.load_bias(opaque(tile), keys)
-        weights = jnp.exp2(logits - spread(lse))
-        dlogits = weights * (dweights - spread(delta))
-        return weights, dlogits
-
-    def prepare(self, held: Any, stage: Array, tile: Array) -> tuple:
-        """Turns queries and keys of a tile; the queries, their output's gradient, lse and delta."""
-        refs = [self.rows(held.at[pl.ds(operand, 1)], tile) for operand in (0, 1, 3, 4)]
-        q, k, dout, out = (load_rows(ref) for ref in refs)
-        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=1)
-        place = self.held_lse.at[stage, pl.ds(tile * ROWS, ROWS)]
-        lse = plgpu.load(place, layout=ROW, optimized=False)
-        if self.table is not None:
-            angles = self.turns(opaque(tile))
-            q, k = (turn(x, angles, self.dtype) for x in (q, k))
-            for ref, x in zip(refs[:2], (q, k), strict=True):
-                store_rows(ref, x)
-        return q, dout, lse, delta
-
-    def example(self, i: Array, carry: tuple) -> tuple:
-        """Computes the gradients of the i-th example and adds to the sums."""
-        angle_sums, bias_sum = carry
-        stage = divide(i, STAGES)[1]
-        held, tiles, count = self.held[1].at[stage], self.own_tiles(), self.plan.tiles
-        plgpu.barrier_wait(self.ready.at[stage])
-        rows = [self.prepare(held, stage, tile) for tile in tiles]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous example
-        self.meet()
-        self.start_next(i)
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, self.task.head_dim), jnp.float32), TILE)
-        sums = [[[zero]] * 3 for _ in tiles]  # the gradients of q, k and v
-        width = ROWS if count < 3 else ROWS // 2  # of keys: three warpgroups have fewer registers
-
-        def add(step: Any, sums: list) -> list:
-            """Adds the part of a tile of keys to the gradients of each tile of queries."""
-            nonlocal bias_sum
-            dlogits, added = [], []
-            for number, tile in enumerate(tiles):
-                block, parts = divide(tile + step, count)[1], []
-                q, dout, *others = rows[number]
-                if count > 1:  # not kept in registers
-                    refs = [self.rows(held.at[pl.ds(operand, 1)], tile) for operand in (0, 3)]
-                    q, dout = (load_rows(ref) for ref in refs)
-                for first in range(0, ROWS, width):
-                    keys = pl.ds(block * ROWS + first, width)
-                    weights, gradient = self.logit_gradients((q, dout, *others), held, tile, keys)
-                    bias_sum = self.add_bias(bias_sum, gradient, tile, keys, i == 0)
-                    parts.append(gradient.astype(self.dtype))
-                    for operand, x in enumerate((weights.astype(self.dtype), parts[-1])):
-                        self.logits.at[operand, block, :, pl.ds(first, width)][...] = x
-                dlogits.append(join(parts))
-            self.meet()
-            for number, tile in enumerate(tiles):
-                block, queries = (divide(tile + n, count)[1] for n in (step, count - step))
-                part = lambda operand, tile: self.rows(held.at[pl.ds(operand, 1)], tile)
-                by_key = [self.logits.at[operand, tile].transpose((1, 0)) for operand in (1, 0)]
-                terms = [
-                    (dlogits[number], part(1, block)),
-                    (by_key[0], part(0, queries)),
-                    (by_key[1], part(3, queries)),
-                ]
-                added.append(add_products(self.task, sums[number], terms))
-            self.meet()
-            return added
-
-        sums = add(0, sums) if count == 1 else repeat(count, add, sums)
-        for number, tile in enumerate(tiles):
-            (dq,), (dk,), (dv,) = sums[number]
-            dq, dk = (x * np.float32(self.task.scale) for x in (dq, dk))
-            refs = [self.rows(held.at[pl.ds(operand, 1)], tile) for operand in range(3)]
-            if self.angle_sums is not None:
-                total = self.add_angles(angle_sums[number], load_rows(refs[0]), dq)
-                angle_sums[number] = self.add_angles(total, load_rows(refs[1]), dk)
-            angles = self.turns(opaque(tile))
-            back = None if angles is None else (angles[0], -angles[1])
-            filled = self.are_filled(tile)
-            for ref, x, angles in zip(refs, (dq, dk, dv), (back, back, None), strict=True):
-                # The others stay zeros: a NaN there would reach the stage's next example.
-                store_rows(ref, turn(jnp.where(filled, x, zero), angles, self.dtype))
-        self.meet()
-        self.by_one_warp(1, lambda: self.finish(i, stage))
-        return angle_sums, bias_sum
-
-    def run(self) -> None:
-        """Computes all examples of the program."""
-        self.clear(self.held[1])
-        self.meet()
-        self.start(0)
-        tiles = self.own_tiles()
-        zeros = lambda size: plgpu.layout_cast(jnp.zeros((ROWS, size), jnp.float32), TILE)
-        angle_sums = [zeros(self.task.pairs) for _ in tiles if self.needs.freqs]
-        few = self.plan.tiles == 1 and self.task.head_dim <= 32  # registers for the other sums
-        bias_sum = zeros(ROWS) if self.needs.bias and few else None
-        angle_sums, bias_sum = repeat(self.items, self.example, (angle_sums, bias_sum))
-        where = self.set, self.chunk, self.window, self.head
-        if bias_sum is not None:
-            store(self.bias_sums.at[where], bias_sum, interpret=self.task.interpret)
-        for tile, x in zip(tiles, angle_sums, strict=False):
-            target = self.angle_sums.at[*where, pl.ds(tile * ROWS, ROWS)]
-            store(target, x, interpret=self.task.interpret)
         plgpu.wait_smem_to_gmem(0)

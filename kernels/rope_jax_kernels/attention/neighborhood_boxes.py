@@ -20,9 +20,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.attention.patterns import Neighborhood, Pair
-from rope_jax_kernels.attention.slots import look_up_offsets
+from rope_jax_kernels.attention.slots import ROWS, look_up_offsets
 
-SLOTS = 64  # of a tile: rows of the matrix instructions of one warpgroup
 WARPS = 4
 COLUMNS = (8, 4)  # of a tile that are tried
 STEP = 16  # columns of a box: the matrix instructions sum over as many at a time
@@ -30,6 +29,7 @@ SHARED = 228 * 1024  # bytes of shared memory of a multiprocessor
 RESERVED = 3072  # of each program, by the hardware, for barriers and gaps
 ALIGNED = 1024  # bytes: where each buffer begins
 LARGEST = 13  # kernel
+SMALLEST_SCALE = 1e-6  # biases are divided by it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,15 @@ class Axis:
         size: the pattern's kernel, which the bias is a table for.
         tile: members of a tile.
         transposed: whether boxes hold queries.
+        masked: whether queries past the last one see nothing. Otherwise they see what the last one
+            sees, so that their softmax has terms.
     """
 
     members: int
     size: int
     tile: int
     transposed: bool
+    masked: bool
 
     @property
     def kernel(self) -> int:
@@ -118,13 +121,14 @@ class Axis:
             Two arrays [tiles, tile, count].
         """
         member = (tiles[:, None] * self.tile + np.arange(self.tile))[..., None]
+        exists = (member < self.members) | ~np.bool_(self.masked)
         if not self.transposed:
-            member = np.minimum(member, self.members - 1)  # so that every query has neighbours
+            member = np.minimum(member, self.members - 1)
         other = start + np.arange(count)
         query, key = (other, member) if self.transposed else (member, other)
         distance = key - self.window(query)
         attends = (distance >= 0) & (distance < self.kernel) & (query < self.members)
-        return key - query, attends & (key < self.members)
+        return key - query, attends & (key < self.members) & exists
 
 
 def _numpy(x: Any) -> Any:
@@ -170,12 +174,12 @@ class Boxes:
     @property
     def blocks(self) -> int:
         """Blocks of 64 slots that hold a box."""
-        return -(-self.height * self.width // SLOTS)
+        return -(-self.height * self.width // ROWS)
 
     @property
     def whole_height(self) -> int:
         """Rows of these blocks, of a box that turns."""
-        return self.blocks * SLOTS // self.width
+        return self.blocks * ROWS // self.width
 
     @property
     def reach(self) -> int:
@@ -232,6 +236,10 @@ class Boxes:
 
         [kinds, N or 1, rows, 64, width]: minus infinity for pairs that do not attend, else the bias
         over the scale, which is then the initial value of the matrix instructions' sum. Float32.
+
+        Args:
+            bias: finite, in the units of scaled products.
+            scale: of the products.
         """
         (down, sees_down), (across, sees_across) = self.offsets()
         if bias is None:
@@ -245,13 +253,13 @@ class Boxes:
             offsets = (jnp.broadcast_to(down.reshape(-1, 1), shape), across.reshape(1, -1))
             offsets = offsets[0], jnp.broadcast_to(offsets[1], shape)
             sizes = self.down.size, self.across.size
-            values = look_up_offsets(bias.astype(jnp.float32) / scale, *offsets, sizes)
+            values = look_up_offsets(bias / scale, *offsets, sizes)
         sees = jnp.asarray(sees_down).reshape(-1, 1) & jnp.asarray(sees_across).reshape(1, -1)
         values = jnp.where(sees, values, -jnp.inf)
         values = values.reshape(-1, *sees_down.shape, *sees_across.shape)
         heads, kinds, _, rows, more, _, width = values.shape
         values = values.transpose(1, 4, 0, 3, 2, 5, 6)
-        return values.reshape(kinds * more, heads, rows, SLOTS, width)
+        return values.reshape(kinds * more, heads, rows, ROWS, width)
 
     def fold(self, sums: Float[Array, "tiles N rows 64 *width"]) -> Float[Array, "N entries"]:
         """Sums the gradient of the bias by tile and slot, of one class, to that of the bias."""
@@ -317,13 +325,13 @@ class Part:
 
         As many as a multiprocessor's programs hold most of, together.
         """
-        rows = [SLOTS] * len(self.tiles) + [boxes.blocks * SLOTS]
+        rows = [ROWS] * len(self.tiles) + [boxes.blocks * ROWS]
         rows += [boxes.height * boxes.width] * (len(self.boxes) - 1)
-        of_map = boxes.height * boxes.width if self.transposed else SLOTS
+        of_map = boxes.height * boxes.width if self.transposed else ROWS
         example = [2 * head_dim * x for x in rows] + [4 * of_map] * self.maps
-        others = [2 * head_dim * SLOTS] * self.results + [4 * SLOTS] * self.result_maps
+        others = [2 * head_dim * ROWS] * self.results + [4 * ROWS] * self.result_maps
         if self is QUERIES and boxes.biased:  # sums of the gradient of the bias
-            others.append(4 * boxes.reach * SLOTS * boxes.width)
+            others.append(4 * boxes.reach * ROWS * boxes.width)
 
         def programs(stages: int) -> int:
             buffers = [*(stages * x for x in example), *others]
@@ -345,9 +353,9 @@ def cut(
     """Cuts a map into the tiles that need the fewest products, or None if none fits."""
     options = []
     for columns in COLUMNS:
-        sides = SLOTS // columns, columns
+        sides = ROWS // columns, columns
         axes = [
-            Axis(length // dilation, size, side, part.transposed)
+            Axis(length // dilation, size, side, part.transposed, part is not FORWARD)
             for length, dilation, size, side in zip(
                 places, pattern.dilation, pattern.size, sides, strict=True
             )
@@ -365,8 +373,8 @@ def refusal(pattern: Neighborhood, places: Pair, head_dim: int, scale: float | N
         return f"the neighbourhood is {pattern.size}; up to ({LARGEST}, {LARGEST}) are served"
     if any(n % dilation for n, dilation in zip(places, pattern.dilation, strict=True)):
         return f"the dilation {pattern.dilation} does not divide the map {places}"
-    if scale is not None and scale <= 0:
-        return f"scale is {scale}, by which it divides the bias; positive numbers are served"
+    if scale is not None and not SMALLEST_SCALE <= scale < math.inf:
+        return f"scale is {scale}; finite numbers from {SMALLEST_SCALE} on are served"
     if not all(cut(x, pattern, places, head_dim, biased=True) for x in (FORWARD, QUERIES, KEYS)):
         return (
             f"the neighbourhood {pattern.size} on a map {places} in heads of {head_dim} needs more "

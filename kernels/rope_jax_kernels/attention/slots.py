@@ -16,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import power_of_two
 
+# Slots of a tile in the kernels for Mosaic GPU: rows of the matrix instructions of a warpgroup.
+ROWS = 64
+
 
 class Slots(NamedTuple):
     """The tokens in the slots of a tile or block.

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.attention.patterns import Pair, Window
+from rope_jax_kernels.attention.slots import ROWS
 from rope_jax_kernels.attention.tiles import WindowTiles
 
-ROWS = 64  # slots of a tile: rows of the matrix instructions of one warpgroup
 ALIGNED = 8  # slots: rows of shared memory after which its swizzle begins again
 COPIED = 128  # bytes, of which a copy into shared memory is a multiple
 
