@@ -48,7 +48,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 }
 
 DATA = ("q", "k", "v", "qkv", "x")  # arguments whose first axis is the batch
-FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, times 10
+# Compute capabilities, times 10; of Blackwell, data center GPUs (10.x).
+FROM_AMPERE, HOPPER, HOPPER_AND_BLACKWELL = range(80, 1000), range(90, 100), range(90, 110)
 
 # Operation -> kernels that `implementation=None` tries, best first -> compute capabilities on which
 # it does. After them, and without an entry, it uses "xla". Decided by counting the bytes and the
@@ -59,25 +60,25 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 #   (`ape`, batch 256, jax 0.11.2). But Triton's instructions take 0.18 ms to issue for both passes
 #   of a layer on an H200, and by estimate 1.6 to 2.2 times that. XLA's own attention moves 4 times
 #   the bytes.
-# - triton for attention: `Neighborhood`, float32, and windows for which Mosaic is not preferred.
-#   It keeps q, k, v and the output; XLA also keeps weights, rolled maps and halos of keys: 2.3
-#   times (Swin) to 8.5 times (NAT) as much.
-#   Before 9.0 it has up to 1.8 times the instructions, its backward kernel of windows spills
-#   registers, and XLA was not compared with it; for Blackwell (10.x, 12.x) no machine code of it
-#   was read: name it there.
+# - mosaic for attention: `Neighborhood` in 16 bits, and `Window` where `is_preferred` of its module
+#   says so: on 9.0 its code issues 0.2 to 0.8 times the instructions of Triton's (README), no time
+#   of either was measured. For 10.x, where XLA is the alternative, it was compiled for
+#   neighbourhoods: no register spills. Rotations and `Global` wait for measurements.
+# - triton for attention: what Mosaic does not serve on 9.0, such as float32. It keeps q, k, v and
+#   the output; XLA also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times
+#   (NAT) as much. Before 9.0 it has up to 1.8 times the instructions, its backward kernel of
+#   windows spills registers, and XLA was not compared with it; for Blackwell (10.x, 12.x) no
+#   machine code of it was read: name it there.
 # - rotate, rotate_by_angles: only where `kernels_pay`.
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
 # - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
-# - mosaic for attention: `Window` in 16 bits, where `is_preferred` of its module says so: its code
-#   has 0.6 times the instructions of Triton's (Swin, README), and no time of either was measured.
-#   Rotations, `Global` and `Neighborhood` wait for measurements.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
 PREFERENCE: dict[str, dict[str, range]] = {
     "rotate": {"triton": FROM_AMPERE},
     "rotate_by_angles": {"triton": FROM_AMPERE},
     "unpack_and_rotate": {"triton": FROM_AMPERE},
-    "attention": {"cudnn": FROM_AMPERE, "mosaic": HOPPER, "triton": HOPPER},
-    "attention_qkv": {"cudnn": FROM_AMPERE, "mosaic": HOPPER, "triton": HOPPER},
+    "attention": {"cudnn": FROM_AMPERE, "mosaic": HOPPER_AND_BLACKWELL, "triton": HOPPER},
+    "attention_qkv": {"cudnn": FROM_AMPERE, "mosaic": HOPPER_AND_BLACKWELL, "triton": HOPPER},
 }
 
 # Implementation of attention -> those whose backward pass follows its forward pass: the first that

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks._gpus import A100, H200, L4, T4
-from rope_jax_kernels import Global, Window
+from rope_jax_kernels import Global
 from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
@@ -61,8 +61,7 @@ def test_the_default(case, function, gpu_of):
         expected = set() if kind == T4 else {"cudnn", "triton"}
         assert holds_weights(layer, program) == (kind == T4)
     else:
-        name = "mosaic" if isinstance(layer.pattern, Window) else "triton"
-        expected = {name} if kind == H200 else set()
+        expected = {"mosaic"} if kind == H200 else set()
     assert attention_kernels(program) == expected
 
 
@@ -104,7 +103,7 @@ def layers(layer, implementation, depth, x, w, freqs, coords):
 
 
 @pytest.mark.parametrize(
-    ("name", "by"), [("vit_s_class_token", "cudnn"), ("dinat_mini_1", "triton")]
+    ("name", "by"), [("vit_s_class_token", "cudnn"), ("dinat_mini_1", "mosaic")]
 )
 def test_the_default_costs_a_gpu_no_memory(name, by, gpus):
     """The program of a scan of layers is that of the named kernel, with its memory."""

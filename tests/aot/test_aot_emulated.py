@@ -29,7 +29,7 @@ from rope_jax_kernels import (
     rotate_by_angles,
     rotate_qkv,
 )
-from rope_jax_kernels.attention import mosaic_kernel, plans
+from rope_jax_kernels.attention import mosaic_program, plans
 from rope_jax_kernels.rotary import rotate_back_and_pack, tile_sizes, unpack_and_rotate
 from rope_jax_kernels.tuning.tiles import attention_tiles
 from tests.kernels.rotary_cases import CASES, Case, draw, serves
@@ -422,7 +422,7 @@ def test_programs_of_several_examples(kind, case, gpu_of):
     ids=str,
 )
 def test_mosaic_programs_of_several_examples(case, gpu_of, monkeypatch):
-    monkeypatch.setattr(mosaic_kernel, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(mosaic_program, "MULTIPROCESSORS", 1)
     for name in ("PROGRAMS", "BYTES_IN_FLIGHT"):  # two slots, which many examples pass through
         monkeypatch.setattr(tile_sizes, name, 1)
     rotates = isinstance(case, Case)

@@ -81,10 +81,7 @@ def test_attention(label, compile_for):
     program = compile_for((1, 1), functools.partial(train, layer, implementation), *shapes.values())
     once = shapes["out"].size * 2 / COPIED  # q in bfloat16
     check(program, label, lambda name: (4 if name in FORWARD else 8) * once)
-    for kernel in program.kernels:
-        # Mosaic GPU's forward kernel computes each angle of 64 tokens once, by 128 threads.
-        once = layer.pairs * 64 // 128 if kernel.name.startswith("attention_mosaic_mosaic") else 0
-        assert sines(kernel) == once
+    assert sum(map(sines, program.kernels)) == 0  # they read tables
 
 
 def sines(kernel):

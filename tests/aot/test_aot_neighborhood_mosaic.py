@@ -1,14 +1,17 @@
 """The Mosaic GPU kernels of neighbourhoods as machine code: spills, copies, launches."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks._gpus import B200, absent_gpus
 from rope_jax_kernels import Neighborhood
 from tests.aot.layers import attend, make_layer, train
-from tests.aot.program import TARGETS, budget, collectives
+from tests.aot.program import TARGETS, budget, collectives, compile_program
 
 MOSAIC = TARGETS["mosaic"]
 # Layer, dtype, and the registers per thread of the kernels: forward, of queries, of keys.
@@ -47,6 +50,22 @@ def test_machine_code(name, compile_for):
         assert kernel.runs_out == 0
 
 
+def check_blackwell(folder):
+    """The default on a B200, with gradients, has these kernels, and no register spills."""
+    layer, dtype, _ = CASES["NAT"]
+    shapes = layer.shapes(64, dtype).values()
+    step = functools.partial(train, layer, None)
+    program = compile_program(absent_gpus(kind=B200), (1, 1), folder, step, list(shapes))
+    assert program.operations.count(MOSAIC) == len(program.kernels) == 3
+    assert max(x.spilled_bytes for x in program.kernels) <= budget(0, elsewhere=256)
+
+
+def test_blackwell(tmp_path):
+    """In a process of its own: Mosaic GPU compiles for one generation of GPUs in each."""
+    command = [sys.executable, "-m", "tests.aot.test_aot_neighborhood_mosaic", tmp_path]
+    subprocess.run(command, check=True, timeout=500)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_no_collective_when_sharded_over_batch_and_heads(check_vma, compile_for):
     """Forward and backward in one program."""
@@ -65,3 +84,7 @@ def test_no_collective_when_sharded_over_batch_and_heads(check_vma, compile_for)
     program = compile_for((2, 2), step, *operands, cotangent, specs=[*specs, out])
     assert program.operations.count(MOSAIC) == 3
     assert collectives(program.text) == []
+
+
+if __name__ == "__main__":
+    check_blackwell(sys.argv[1])

@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
-from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch
+from rope_jax_kernels.attention import mosaic_global, mosaic_global_backward, mosaic_program
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.covering import covering
 from tests.kernels.test_attention_triton import check, operands, outputs
@@ -108,7 +108,7 @@ CASES = {name: (Global(), *case) for name, case in CASES.items()} | WINDOWS | NE
 @pytest.fixture
 def busy(monkeypatch):
     """Simulates a busy GPU: programs take several examples, however small the batch."""
-    monkeypatch.setattr(mosaic_kernel, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(mosaic_program, "MULTIPROCESSORS", 1)
 
 
 def check_case(name):
@@ -142,7 +142,7 @@ def test_no_races(name, busy, monkeypatch):
 
 @pytest.mark.slow
 def test_data_beyond_the_last_token_affects_no_gradient():
-    """Not even the coordinates after the last one, which are those of another vmap item and NaN."""
+    """Nor do the angles of another item of vmap, which are NaN."""
     qkv, coords, freqs, _, cotangent = operands(
         Global(), (65,), dtype=np.float16, bias=False, heads=1, batch=1
     )
@@ -165,7 +165,7 @@ def test_gradient_of_shared_frequencies_in_bfloat16():
 
 def check_several_warpgroups():
     """Checks cases with several warpgroups, which are interpreted as threads."""
-    mosaic_kernel.MULTIPROCESSORS, mosaic_kernel.MOST_INTERPRETED = 1, 4
+    mosaic_program.MULTIPROCESSORS, mosaic_program.MOST_INTERPRETED = 1, 4
     plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
     os.environ["ROPE_JAX_INTERPRET"] = "1"
     for name in sys.argv[1:]:
@@ -188,7 +188,7 @@ def check_several_warpgroups():
     ],
 )
 def test_several_warpgroups(names):
-    """In a process that can be stopped and has many threads: `mosaic_kernel.MOST_INTERPRETED`."""
+    """In a process that can be stopped and has many threads: `mosaic_program.MOST_INTERPRETED`."""
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
     subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_attention_mosaic", *names],
@@ -280,7 +280,7 @@ def test_views_of_shared_memory_have_the_same_bytes(width, dtype):
     """Both views begin where their memory begins and hold rows in the same order."""
     task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False)
     views = flatten_ref_union(
-        mosaic_launch.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
+        mosaic_program.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
     )
     tilings, swizzles = zip(*(view.transforms[:2] for view in views), strict=True)
     assert [x.offset for x in tilings] == [0, 0]
@@ -331,21 +331,21 @@ def test_plan(tokens, head_dim, groups):
     """All tokens have a tile, few tiles are empty, and every example has a program."""
     task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
     for batch in (1, 7, 128, 1000):
-        plan = mosaic_kernel.plan(task, batch)
+        plan = mosaic_global.plan(task, batch)
         assert plan.groups == groups
-        assert 64 * (plan.tiles - 1) * plan.groups < tokens <= 64 * plan.tiles * plan.groups
+        assert 64 * (plan.programs - 1) * plan.groups < tokens <= 64 * plan.programs * plan.groups
         assert 1 <= plan.items <= batch
-        assert plan.pieces * plan.width == head_dim
-    assert mosaic_kernel.plan(task, 1).items == 1
+        assert head_dim % plan.width == 0
+    assert mosaic_global.plan(task, 1).items == 1
 
 
 @pytest.mark.parametrize("sums", [2**10, 2**14, 2**22])
 def test_programs_write_sums_of_bounded_size(sums):
     """For many examples; one chunk of programs may need more."""
     for programs in (1, 96, 5000):
-        items = mosaic_kernel.items_per_program(programs, 1000, sums=sums)
+        items = mosaic_program.items_per_program(programs, 1000, sums=sums)
         chunks = -(-1000 // items)
-        assert chunks == 1 or chunks * programs * sums <= mosaic_kernel.MOST_SUMS
+        assert chunks == 1 or chunks * programs * sums <= mosaic_program.MOST_SUMS
 
 
 @pytest.mark.parametrize(
@@ -355,11 +355,10 @@ def test_programs_write_sums_of_bounded_size(sums):
 def test_plan_backward(tokens, head_dim, groups):
     """Each example of a set has a program; 0 warpgroups stand for Triton."""
     task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
-    assert mosaic_backward.serves(task) == (groups > 0)
+    assert mosaic_global_backward.serves(task) == (groups > 0)
     for batch, sets in ((1, 1), (128, 1), (1000, 10), (6, 2)) if groups else ():
-        plan = mosaic_backward.plan(task, batch, sets)
+        plan = mosaic_global_backward.plan(task, batch, sets)
         assert plan.groups == plan.blocks == groups
-        assert plan.blocks_per_group == 1
         assert (plan.chunks - 1) * plan.items < batch // sets <= plan.chunks * plan.items
 
 

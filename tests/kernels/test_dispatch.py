@@ -109,25 +109,27 @@ def test_the_default_on_a_gpu(f, shape, kernel, without_cudnn):
         assert "pallas_call" not in str(jax.make_jaxpr(f)(shape))
 
 
-# Kind of device -> implementation by None: `Global` and `Window` in 16 bits, the others.
+# Kind of device -> implementation by None in 16 bits, of `Global`, `Window` and `Neighborhood`; and
+# in float32.
 CHOICES = {
-    "NVIDIA H200": ("cudnn", "mosaic", "triton"),
-    "NVIDIA H100 80GB HBM3": ("cudnn", "mosaic", "triton"),
-    "NVIDIA A100-SXM4-80GB": ("cudnn", "xla", "xla"),
-    "NVIDIA L4": ("cudnn", "xla", "xla"),
-    "NVIDIA B200": ("cudnn", "xla", "xla"),
-    "NVIDIA GeForce RTX 5090": ("cudnn", "xla", "xla"),
-    "Tesla T4": ("xla", "xla", "xla"),
-    "gfx942": ("xla", "xla", "xla"),
-    "cpu": ("xla", "xla", "xla"),
+    "NVIDIA H200": ("cudnn", "mosaic", "mosaic", "triton"),
+    "NVIDIA H100 80GB HBM3": ("cudnn", "mosaic", "mosaic", "triton"),
+    "NVIDIA A100-SXM4-80GB": ("cudnn", "xla", "xla", "xla"),
+    "NVIDIA L4": ("cudnn", "xla", "xla", "xla"),
+    "NVIDIA B200": ("cudnn", "xla", "mosaic", "xla"),
+    "NVIDIA GeForce RTX 5090": ("cudnn", "xla", "xla", "xla"),
+    "Tesla T4": ("xla", "xla", "xla", "xla"),
+    "gfx942": ("xla", "xla", "xla", "xla"),
+    "cpu": ("xla", "xla", "xla", "xla"),
 }
 
 
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_choices_for_layers_of_models(kind, dtype, with_cudnn):
-    for_global, for_windows, otherwise = CHOICES[kind]
-    by_pattern = {} if dtype == "float32" else {Global: for_global, Window: for_windows}
+    *in_16_bits, otherwise = CHOICES[kind]
+    patterns = Global, Window, Neighborhood
+    by_pattern = {} if dtype == "float32" else dict(zip(patterns, in_16_bits, strict=True))
     for name, layer in LAYERS.items():
         is_global = isinstance(layer.pattern, Global)
         for devices in (1, 8):
@@ -387,7 +389,7 @@ def test_no_ranks_are_promoted(kernel):
     names = ["vit_s", "swin_t_1", "nat_mini_1", "dinat_mini_1"]
     target = abstract_mesh("cpu" if kernel == "xla" else "NVIDIA H200")
     with jax.numpy_rank_promotion("raise"), jax.sharding.use_abstract_mesh(target):
-        for name in names[:2] if kernel == "mosaic" else names:
-            biased = kernel != "mosaic" or name == "swin_t_1"
+        for name in names:
+            biased = kernel != "mosaic" or name != "vit_s"
             layer = dataclasses.replace(LAYERS[name], bias=biased)
             jax.eval_shape(functools.partial(train, layer, kernel), *layer.shapes(2).values())

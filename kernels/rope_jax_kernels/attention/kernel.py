@@ -2,7 +2,7 @@
 
 The backward pass needs only the operands, the output, and the logarithm of each query's sum of
 exponentials (lse); `dispatch.BACKWARD` names the implementation. Queries and keys are rotated by
-tables of cosines and sines that XLA computes before (`tables`), or by coordinates and frequencies.
+tables of cosines and sines that XLA computes before (`tables`).
 """
 
 import dataclasses

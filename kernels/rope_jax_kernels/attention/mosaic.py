@@ -1,10 +1,10 @@
 """Attention by Pallas kernels for Mosaic GPU on Hopper; neighbourhoods on Blackwell, too.
 
-`mosaic_launch` has the kernels of global attention, whose backward pass serves heads whose tokens a
-program can hold, `mosaic_window` and `mosaic_neighborhood` those of the other patterns. Mosaic GPU
-takes a second to import, and refusals do not need it: functions import it when they are called.
+The backward pass of global attention serves heads whose tokens a program can hold. Mosaic GPU takes
+a second to import, and refusals do not need it: functions import it when they are called.
 """
 
+import importlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from rope_jax_kernels.rotation import Rotation
 DTYPES = (jnp.float16, jnp.bfloat16)
 HEAD_DIMS = (32, 64, 128)
 NEWER = 110  # compute capability, times 10, from which GPUs are not data center Blackwell
-AXES = 4  # most coordinates of a token: with heads of 128, more do not fit into registers
+# Pattern -> the module of its forward kernel; that of the backward kernels has a suffix.
+MODULES = {Global: "mosaic_global", Window: "mosaic_window", Neighborhood: "mosaic_neighborhood"}
 WINDOW_TILES = {32: 3, 64: 2}  # most tiles of a window, by head dimension
 
 
@@ -30,36 +31,21 @@ def forward(
     task: Task, operands: Operands
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B ..."]]:
     """`Kernel.forward`; global attention has no bias."""
-    from rope_jax_kernels.attention import mosaic_launch, mosaic_neighborhood, mosaic_window
-
-    if isinstance(task.pattern, Window):
-        return mosaic_window.forward(task, operands)
-    if isinstance(task.pattern, Neighborhood):
-        return mosaic_neighborhood.forward(task, operands)
-    return mosaic_launch.forward(task, operands.data, operands.turning)
+    return _module(task).forward(task, operands)
 
 
 def serves_backward(task: Task) -> bool:
     """True if `backward` serves this number of tokens."""
-    from rope_jax_kernels.attention import mosaic_backward
-
-    return not isinstance(task.pattern, Global) or mosaic_backward.serves(task)
+    return not isinstance(task.pattern, Global) or _module(task, "_backward").serves(task)
 
 
 def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
     """The backward pass of `Kernel`; global attention has no bias."""
-    from rope_jax_kernels.attention import (
-        mosaic_launch,
-        mosaic_neighborhood_backward,
-        mosaic_window_backward,
-    )
+    return _module(task, "_backward").backward(task, needs, operands)
 
-    if isinstance(task.pattern, Window):
-        return mosaic_window_backward.backward(task, needs, operands)
-    if isinstance(task.pattern, Neighborhood):
-        return mosaic_neighborhood_backward.backward(task, needs, operands)
-    (*data, lse, out), turning, _ = operands
-    return *mosaic_launch.backward(task, (*data, out, lse), turning[:2], turning[2:]), None
+
+def _module(task: Task, suffix: str = "") -> Any:
+    return importlib.import_module(f"{__package__}.{MODULES[type(task.pattern)]}{suffix}")
 
 
 KERNEL = Kernel("mosaic", forward)
@@ -67,14 +53,16 @@ attention, attention_qkv = KERNEL.attention, KERNEL.attention_qkv
 
 
 def is_preferred(*, pattern: Pattern, **arguments: Any) -> bool:
-    """True if it issues fewer instructions than Triton's kernels, which have smaller tiles.
+    """True for neighbourhoods, and for windows with fewer instructions than Triton's kernels have.
+
+    False for global attention, which cuDNN serves.
 
     Args:
         pattern: of a call that is served.
         **arguments: its other arguments by name.
     """
     if not isinstance(pattern, Window):
-        return False
+        return isinstance(pattern, Neighborhood)
     array = arguments["qkv"] if "qkv" in arguments else arguments["q"]
     grid, head_dim = array.shape[1:3], array.shape[-1]
     tokens, slots = pattern.rotated_tokens(grid), ROWS * make_boxes(pattern, grid, head_dim).tiles
@@ -118,14 +106,12 @@ def refusal(
                 f"pairing={rotation.pairing!r} needs neighbouring channels taken apart, which "
                 "Mosaic GPU cannot do in registers"
             )
-        _, axes, pairs = rotation.freqs.shape
+        pairs = rotation.freqs.shape[2]
         if pairs % 8:
             return (
                 f"rotation.freqs describes {pairs} pairs, and registers are cut every 8 channels: "
                 "multiples of 8 are served"
             )
-        if axes > AXES and isinstance(pattern, Global):
-            return f"rotation.coords has {axes} axes; up to {AXES} are served"
     if reason := device.refusal("Hopper"):
         return reason
     if near and device.capability() >= NEWER:

@@ -14,7 +14,6 @@ hold all logits of a query at once; otherwise the softmax is online.
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,24 +27,28 @@ from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention import kernel
+from rope_jax_kernels.attention import kernel, mosaic_program
 from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
 from rope_jax_kernels.attention.kernel import Operands
-from rope_jax_kernels.attention.mosaic_kernel import ROW, TILE, product, turn
-from rope_jax_kernels.attention.mosaic_launch import in_sets
 from rope_jax_kernels.attention.mosaic_neighborhood_launch import (
     Plan,
     launch,
     make_tables,
     map_of_numbers,
 )
-from rope_jax_kernels.attention.neighborhood_boxes import (
-    FORWARD,
-    ROWS,
-    WARPS,
+from rope_jax_kernels.attention.mosaic_program import (
+    ROW,
+    TILE,
+    in_sets,
+    product,
+    slice_block,
+    spread,
+    turn,
+    zeros,
 )
+from rope_jax_kernels.attention.neighborhood_boxes import FORWARD, ROWS, WARPS
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat, start_in_one_warp
+from rope_jax_kernels.mosaic import repeat
 
 HELD_COLUMNS = 128  # most of the table of bias and mask in registers, of which they take half
 # Most rows of keys whose logits are in registers together, by head dimension.
@@ -67,16 +70,6 @@ def launch_forward(task: Task, arrays: tuple, tables: tuple) -> tuple:
     out = jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), dtype)
     outputs = [out, map_of_numbers(task, batch)]
     return launch(Forward, FORWARD, task, arrays, tables, outputs)
-
-
-def zeros(columns: int) -> Float[Array, "64 _"]:
-    """A sum in registers before its first term."""
-    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), TILE)
-
-
-def spread(x: Float[Array, " n"], shape: tuple[int, int], dim: int = 0) -> Float[Array, "64 _"]:
-    """Repeats numbers of rows (dim 0) or columns (1)."""
-    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (dim,)), TILE)
 
 
 def rename(x: Float[Array, "64 _"], old: Any, new: Any) -> Float[Array, "64 _"]:
@@ -117,61 +110,47 @@ def number_of_warp() -> Int[Array, ""]:
     return number()
 
 
-class Program:
+class Program(mosaic_program.Program):
     """One warpgroup, which is one program; base of the classes of all kernels.
 
     Args:
         refs: the operands and maps of numbers of `Plan.part`, as `widen` has them; cosines and
             sines, if q and k turn, and the table of bias and mask (`make_tables`); what the kernel
             writes; shared memory and a barrier.
-        task: the problem.
-        plan: its programs.
+        **terms: of the base.
 
     Attributes:
         targets: the refs that the kernel writes.
     """
 
-    def __init__(self, refs: tuple, *, task: Task, plan: Plan):
-        self.task, self.plan, self.part, self.boxes = task, plan, plan.part, plan.boxes
-        part, boxes, take = plan.part, plan.boxes, iter(refs).__next__
+    plan: Plan
+
+    def __init__(self, refs: tuple, *, plan: Plan, **terms: Any):
+        part = plan.part
         numbers = [*part.tiles, *part.boxes]
-        self.sources = {operand: take() for operand in sorted(numbers)}
-        self.maps = [take() for _ in range(part.maps)]
-        self.turning = take() if task.pairs else None
-        self.added = take()
-        memory = len(numbers) + part.maps + part.results + part.result_maps + 1 + plan.held_sums
-        taken = len(numbers) + part.maps + bool(task.pairs) + 1
+        arrays, written = len(numbers) + part.maps, part.results + part.result_maps
+        super().__init__(refs, sources=arrays, plan=plan, **terms)
+        take, self.added = self.take, self.take()
+        self.boxes = boxes = plan.boxes
+        memory = arrays + written + 1 + plan.held_sums
+        taken = arrays + (self.table is not None) + 1
         self.targets = [take() for _ in range(len(refs) - memory - taken)]
-        self.held = {operand: self.views(take()) for operand in numbers}
-        self.held_maps = [self.views(take()) for _ in range(part.maps)]
-        self.results = [self.views(take()) for _ in range(part.results + part.result_maps)]
+        self.held = {operand: self.take_memory() for operand in numbers}
+        self.held_maps = [self.take_memory() for _ in range(part.maps)]
+        self.results = [self.take_memory() for _ in range(written)]
         self.ready = take()
         self.held_sums = [take() for _ in range(plan.held_sums)]
-        self.dtype = self.sources[numbers[0]].dtype
-        # Programs that run together touch neighbouring memory: heads run fastest.
-        rest, self.head = divide(jax.lax.axis_index("program"), task.heads)
-        rest, across = divide(rest, boxes.across.tiles)
-        rest, down = divide(rest, boxes.down.tiles)
-        rest, column = divide(rest, boxes.dilation[1])
-        rest, row = divide(rest, boxes.dilation[0])
-        self.set, self.chunk = divide(rest, plan.chunks)
-        self.residues = row, column
-        number = (row * boxes.dilation[1] + column) * boxes.tiles
-        self.tile = number + down * boxes.across.tiles + across
+        residues, tile = divide(self.place, boxes.tiles)
+        self.residues = divide(residues, boxes.dilation[1])
+        down, across = divide(tile, boxes.across.tiles)
         self.kind = boxes.down.kind(down) * len(boxes.across.examples) + boxes.across.kind(across)
         self.start = down * boxes.down.tile, across * boxes.across.tile
         axes = boxes.down, boxes.across
         self.origin = tuple(axis.first(x) for axis, x in zip(axes, self.start, strict=True))
-        self.first = self.set * plan.in_set + self.chunk * plan.items
-        self.items = jnp.minimum(plan.items, plan.in_set - self.chunk * plan.items)
         self.layouts = [
             layout(self.dtype)
             for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
         ]
-
-    def views(self, ref: Any) -> tuple:
-        """The views of shared memory: for the copy engine, as blocks, and as rows of a box."""
-        return (ref,) * 3 if self.task.interpret else tuple(ref)
 
     # Copies
 
@@ -198,24 +177,16 @@ class Program:
             else:
                 plgpu.copy_gmem_to_smem(there, here, ready)
 
-    def by_one_warp(self, warp: int, start: Callable[[], None]) -> None:
-        """Starts copies by one warp."""
-        if self.task.interpret:
-            start()
-        else:
-            start_in_one_warp(warp, start, self.added)
-
     def fetch(self, i: Array | int, stage: Array | int) -> None:
         """Starts the copies of the i-th example."""
 
         def copies() -> None:
             item, ready = self.first + i, self.ready.at[stage]
             offsets = (*self.task.offsets(), 0, 0)
-            for operand, held in self.held.items():
-                head = self.head + offsets[operand]
-                self.copy(self.sources[operand], held[0].at[stage], item, head, ready)
-            for ref, held in zip(self.maps, self.held_maps, strict=True):
-                self.copy(ref, held[0].at[stage], item, self.head, ready)
+            memory = [(offsets[x], self.held[x]) for x in sorted(self.held)]
+            memory += [(0, held) for held in self.held_maps]
+            for source, (offset, held) in zip(self.sources, memory, strict=True):
+                self.copy(source, held[0].at[stage], item, self.head + offset, ready)
 
         self.by_one_warp(0, copies)
 
@@ -261,29 +232,18 @@ class Program:
             return ref[...].reshape(ROWS)
         return plgpu.load(ref, layout=ROW, optimized=False)
 
-    def turns(self, block: int) -> tuple[Array, Array] | None:
-        """Cosines and sines of the tile's tokens (0) or of a block of its box (from 1 on)."""
-        if self.turning is None:
-            return None
-        some = self.head if self.turning.shape[1] > 1 else 0
-        refs = [self.turning.at[self.set, some, self.tile, block, i] for i in range(2)]
-        cos, sin = (plgpu.load(ref, layout=TILE, optimized=False) for ref in refs)
-        return cos, sin
-
     def turn_tile(self, x: Float[Array, "64 D"], *, back: bool = False) -> Float[Array, "64 D"]:
         """Turns a tile (or turns it back) and rounds it once."""
-        angles = self.turns(0)
-        if back and angles is not None:
-            angles = angles[0], -angles[1]
-        return turn(x, angles, self.dtype)
+        return turn(x, self.turns(self.place, 0, slice_block(0)), self.dtype, back=back)
 
     def turn_box(self, operand: int, stage: Array) -> None:
         """Turns the tokens of a box in shared memory, for all warps."""
-        if self.turning is None:
+        if self.table is None:
             return
         ref = self.held[operand][1].at[stage]
         for block in range(self.boxes.blocks):
-            x = turn(self.load(operand, stage, block), self.turns(1 + block), self.dtype)
+            angles = self.turns(self.place, 1 + block, slice_block(0))
+            x = turn(self.load(operand, stage, block), angles, self.dtype)
             if self.task.interpret:
                 rows = ROWS // ref.shape[1]
                 ref[pl.ds(block * rows, rows)] = x.reshape(rows, *ref.shape[1:])
@@ -339,8 +299,7 @@ class Program:
     def load_added(self, row: Any) -> Float[Array, "64 width"]:
         """A row of the table of bias and mask."""
         set_index = self.set if self.added.shape[0] > 1 else 0
-        some = self.head if self.added.shape[2] > 1 else 0
-        ref = self.added.at[set_index, self.kind, some, row]
+        ref = self.added.at[set_index, self.kind, self.select_head(self.added, 2), row]
         return self.sum(plgpu.load(ref, layout=TILE, optimized=False))
 
     def starts(self) -> list[Array]:
@@ -371,7 +330,7 @@ class Forward(Program):
         # The table of bias and mask stays in registers, if it has few rows.
         kinds = self.added.shape[3]
         held = self.parts == 1 and kinds * self.boxes.width <= HELD_COLUMNS
-        self.table = [self.load_added(kind) for kind in range(kinds)] if held else None
+        self.logit_table = [self.load_added(kind) for kind in range(kinds)] if held else None
 
     def add_part(self, part: Any, q: Array, stage: Array, carry: tuple | None) -> tuple:
         """Adds some rows of keys to the softmax, which is online if there are several parts."""
@@ -379,20 +338,20 @@ class Forward(Program):
         for i in range(self.rows):
             row = part * self.rows + i
             kind, starts = self.boxes.row_kind(row), [x + row for x in self.warp_starts]
-            added = self.table[kind] if self.table else self.load_added(kind)
+            added = self.logit_table[kind] if self.logit_table else self.load_added(kind)
             logits.append(self.products(added, q, 1, stage, starts))
             places.append(starts)
-        unit, shape = np.float32(self.task.scale * LOG2E), logits[0].shape
+        unit, width = np.float32(self.task.scale * LOG2E), self.boxes.width
         top = jnp.max(functools.reduce(jnp.maximum, logits), axis=1) * unit
         if carry is not None:
             before, total, out = carry
             top = jnp.maximum(before, top)
             shrink = jnp.exp2(before - top)
             total, out = total * shrink, self.total(out)
-            out = self.sum(out * spread(shrink, out.shape))
+            out = self.sum(out * spread(shrink, self.task.head_dim))
         else:
             total, out = 0, self.sum(zeros(self.task.head_dim))
-        weights = [jnp.exp2(x * unit - spread(top, shape)) for x in logits]
+        weights = [jnp.exp2(x * unit - spread(top, width)) for x in logits]
         total += jnp.sum(functools.reduce(operator.add, weights), axis=1)
         for starts, x in zip(places, weights, strict=True):
             out = self.add(out, self.factor(x.astype(self.dtype)), 2, stage, starts)
@@ -411,6 +370,6 @@ class Forward(Program):
             carry = full(MASKED), full(0), self.sum(zeros(self.task.head_dim))
             body = lambda part, carry: self.add_part(part, q, stage, carry)
             top, total, out = repeat(self.parts, body, carry)
-        out = self.total(out) * spread(1 / total, out.shape)
+        out = self.total(out) * spread(1 / total, self.task.head_dim)
         lse = top + jnp.log2(total)
         self.finish(i, stage, [(self.targets[0], 0, out), (self.targets[1], 0, lse)])

@@ -18,23 +18,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.kernel import Needs, Operands
-from rope_jax_kernels.attention.mosaic_kernel import COLUMN, TILE
-from rope_jax_kernels.attention.mosaic_launch import in_sets
-from rope_jax_kernels.attention.mosaic_neighborhood import Program, spread, zeros
+from rope_jax_kernels.attention.mosaic_neighborhood import Program
 from rope_jax_kernels.attention.mosaic_neighborhood_launch import (
     cut,
     launch,
     make_tables,
     map_of_numbers,
 )
-from rope_jax_kernels.attention.neighborhood_boxes import KEYS, QUERIES, ROWS, Part
+from rope_jax_kernels.attention.mosaic_program import (
+    COLUMN,
+    TILE,
+    angle_gradient,
+    in_sets,
+    spread,
+    sum_freqs_gradient,
+    zeros,
+)
+from rope_jax_kernels.attention.neighborhood_boxes import KEYS, QUERIES, ROWS
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import angle_gradient, repeat, store
+from rope_jax_kernels.mosaic import repeat, store
 
 PIECE = 8  # columns of a row of keys
 
@@ -62,23 +69,15 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     partial, dbias = (), None
     if needs.freqs:
         of_angles = (QUERIES, sums.pop(0)), (KEYS, key_sums[0])
-        partial = tuple(sum_angles(task, part, x, turning[2]) for part, x in of_angles)
+        partial = tuple(
+            sum_freqs_gradient(x, turning[2], cut(part, task).tokens()[0]) for part, x in of_angles
+        )
     if needs.bias:
         (by_slot,) = sums
         boxes = cut(QUERIES, task)
         by_slot = by_slot.sum((0, 1)).reshape(boxes.classes, boxes.tiles, *by_slot.shape[3:])
         dbias = boxes.fold(by_slot.sum(0).swapaxes(3, 4))
     return gradients, partial, dbias
-
-
-def sum_angles(
-    task: Task, part: Part, sums: Float[Array, "S chunks tiles N 64 R"], coords: Array
-) -> Float[Array, "1 1 N A R"]:
-    """The gradient of freqs from that of the angles; that of missing tokens is 0."""
-    tokens, _ = cut(part, task).tokens()
-    along = coords.astype(jnp.float32)[tokens]
-    total = jnp.einsum("tnsr,tsa->nar", sums.sum((0, 1)), along, precision="highest")
-    return total[None, None]
 
 
 def launch_queries(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple:
@@ -128,14 +127,14 @@ class Queries(Program):
         q = self.turn_tile(q)
         self.turn_box(1, stage)
         q_factor, dout = self.factor(q), self.factor(dout)
-        unit, shape = np.float32(self.task.scale * LOG2E), (ROWS, self.boxes.width)
+        unit, width = np.float32(self.task.scale * LOG2E), self.boxes.width
 
         def body(row: Array, dq: Array) -> Array:
             rows, added = [x + row for x in starts], self.load_added(self.boxes.row_kind(row))
             logits = self.products(added, q_factor, 1, stage, rows)
-            dweights = self.products(self.sum(zeros(self.boxes.width)), dout, 2, stage, rows)
-            weights = jnp.exp2(logits * unit - spread(lse, shape))
-            dlogits = weights * (dweights - spread(delta, shape))
+            dweights = self.products(self.sum(zeros(width)), dout, 2, stage, rows)
+            weights = jnp.exp2(logits * unit - spread(lse, width))
+            dlogits = weights * (dweights - spread(delta, width))
             for i, piece in enumerate(self.pieces(row) if self.needs.bias else ()):
                 total = plgpu.load(piece, layout=TILE, optimized=False)
                 total += dlogits[:, PIECE * i : PIECE * (i + 1)]
@@ -157,13 +156,13 @@ class Queries(Program):
             store(piece, zeros(PIECE), interpret=self.task.interpret)
         starts, angles = self.starts(), zeros(self.task.pairs) if self.needs.freqs else ()
         angles = repeat(self.items, lambda i, x: self.example(i, starts, x), angles)
-        place = self.set, self.chunk, self.tile, self.head
         if self.needs.freqs:
-            store(self.targets[2].at[place], angles, interpret=self.task.interpret)
+            total = self.select_program(self.targets[2])
+            store(total, angles, interpret=self.task.interpret)
         for row in rows:
             for i, piece in enumerate(self.pieces(row)):
                 total = plgpu.load(piece, layout=TILE, optimized=False)
-                target = self.targets[-1].at[*place, row, i]
+                target = self.select_program(self.targets[-1]).at[row, i]
                 store(target, total, interpret=self.task.interpret)
 
 
@@ -202,7 +201,9 @@ class Keys(Program):
             dweights = self.products(self.sum(zeros(self.boxes.width)), v_factor, 3, stage, [row])
             lse, delta = (
                 spread(
-                    plgpu.load(x[0].at[stage, row], layout=COLUMN, optimized=False), logits.shape, 1
+                    plgpu.load(x[0].at[stage, row], layout=COLUMN, optimized=False),
+                    self.boxes.width,
+                    1,
                 )
                 for x in self.held_maps
             )
@@ -228,5 +229,5 @@ class Keys(Program):
         angles = zeros(self.task.pairs) if self.needs.freqs else ()
         angles = repeat(self.items, lambda i, x: self.example(i, rows, x), angles)
         if self.needs.freqs:
-            place = self.set, self.chunk, self.tile, self.head
-            store(self.targets[-1].at[place], angles, interpret=self.task.interpret)
+            total = self.select_program(self.targets[-1])
+            store(total, angles, interpret=self.task.interpret)

@@ -8,13 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from rope_jax_kernels.attention import mosaic_kernel, neighborhood_boxes
+from rope_jax_kernels.attention import mosaic_program, neighborhood_boxes
 from rope_jax_kernels.attention.arithmetic import LOG2E, bounded_bias
-from rope_jax_kernels.attention.mosaic_launch import program_grid, swizzle_transforms
+from rope_jax_kernels.attention.mosaic_program import (
+    divide_examples,
+    swizzle_transforms,
+    turning_table,
+)
 from rope_jax_kernels.attention.neighborhood_boxes import KEYS, ROWS, STEP, Boxes, Part
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import vary_alike
@@ -25,28 +28,20 @@ LOWEST = -(2.0**20)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The programs of a kernel. Static.
+class Plan(mosaic_program.Plan):
+    """The programs of a kernel, each one warpgroup for a tile. Static.
 
     Attributes:
         part: the kernel.
         boxes: its tiles.
-        items: examples of one program.
-        in_set: examples that have the same tables.
-        chunks: programs of a tile in one set.
         stages: examples in shared memory at a time.
         held_sums: sums in shared memory.
-        groups: warpgroups of a program.
     """
 
     part: Part
     boxes: Boxes
-    items: int
-    in_set: int
-    chunks: int
     stages: int
     held_sums: int
-    groups: int = 1
 
 
 def cut(part: Part, task: Task) -> Boxes:
@@ -73,15 +68,13 @@ def map_of_numbers(task: Task, batch: int) -> jax.ShapeDtypeStruct:
 def make_tables(task: Task, part: Part, turning: tuple, bias: tuple) -> tuple:
     """Tables of one set for the tiles of a kernel.
 
-    Cosines and sines [1, N or 1, tiles, 1 + blocks, 2, 64, R] of a tile's tokens and of the blocks
-    of its box, if q and k turn; `Boxes.table`, if there is a bias.
+    `turning_table` of each tile's tokens followed by those of its box, if q and k turn;
+    `Boxes.table`, if there is a bias.
     """
-    boxes, tables = cut(part, task), []
-    if turning:
-        tokens = jnp.concatenate(boxes.tokens(), axis=1).reshape(-1, 1 + boxes.blocks, ROWS)
-        tables.append(jnp.stack([x[:, tokens] for x in turning[:2]], axis=3)[None])
-    unit = task.scale * float(LOG2E)
-    return *tables, *(boxes.table(bounded_bias(x, LOWEST), unit)[None] for x in bias)
+    boxes, unit = cut(part, task), task.scale * float(LOG2E)
+    tokens = jnp.concatenate(boxes.tokens(), axis=1).reshape(-1, 1 + boxes.blocks, ROWS)
+    added = (boxes.table(bounded_bias(x, LOWEST), unit)[None] for x in bias)
+    return *turning_table(turning, tokens), *added
 
 
 def launch(
@@ -111,14 +104,12 @@ def launch(
         What was written; the outputs; the sums [S, chunks, tiles, N, *shape].
     """
     batch, dtype = arrays[0].shape[0], arrays[0].dtype
-    sets = tables[0].shape[0] if tables else 1
-    boxes = cut(part, task)
-    programs = task.heads * boxes.classes * boxes.tiles
-    in_set = batch // sets
+    boxes, sets = cut(part, task), tables[0].shape[0] if tables else 1
     summed = sum(map(math.prod, sums))
-    items = mosaic_kernel.items_per_program(programs * sets, in_set, sums=summed)
-    stages = min(part.stages(boxes, task.head_dim), items)
-    plan = Plan(part, boxes, items, in_set, pl.cdiv(in_set, items), stages, len(held_sums))
+    examples = divide_examples(task, boxes.classes * boxes.tiles, batch, sets, sums=summed)
+    stages = min(part.stages(boxes, task.head_dim), examples["items"])
+    own = {"part": part, "boxes": boxes, "stages": stages, "held_sums": len(held_sums)}
+    plan = Plan(groups=1, **examples, **own)
     if not task.biased:
         tables = *tables, boxes.table(None, task.scale)[None]
     tile, box = (boxes.down.tile, boxes.columns), (boxes.height, boxes.width)
@@ -135,22 +126,19 @@ def launch(
     arrivals = sum(rows for rows, _ in copies) if task.interpret else len(copies)
     scratch.append(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages))
     scratch += [plgpu.SMEM(shape, jnp.float32) for shape in held_sums]
-    lead = sets, plan.chunks, boxes.classes * boxes.tiles, task.heads
     shapes = [jax.eval_shape(functools.partial(widen, task, boxes), x) for x in outputs]
-    shapes += [jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in sums]
-    make = functools.partial(program, task=task, plan=plan)
-    run = program_grid(
-        make, part.name, shapes, scratch, programs * plan.chunks * sets, synchronized=False
-    )
+    shapes += [plan.sums(task, *shape) for shape in sums]
     arrays, tables, written = vary_alike(arrays, tables, written)
     changed = [jax.new_ref(widen(task, boxes, x)) for x in written]
-    results = run(*(widen(task, boxes, x) for x in arrays), *tables, *changed)
+    wide = tuple(widen(task, boxes, x) for x in arrays)
+    make = functools.partial(program, task=task, plan=plan)
+    results = mosaic_program.launch(make, part.name, wide, (*tables, *changed), shapes, scratch)
     results, summed = results[: len(outputs)], results[len(outputs) :]
     results = [
         narrow(task, boxes, x, like.shape)
         for x, like in zip([*map(jax.freeze, changed), *results], [*written, *outputs], strict=True)
     ]
-    return vary_alike(arrays, (*results, *summed))[1]
+    return (*results, *summed)
 
 
 def widen(task: Task, boxes: Boxes, x: Array) -> Array:
@@ -182,7 +170,7 @@ def rows_buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for boxes [stages, rows, columns] of tokens' channels, and views of it.
 
     For the copy engine; as blocks of 64 slots, if it has whole ones; and as rows of a box, for the
-    matrix units. See `mosaic_launch.buffer`.
+    matrix units. See `mosaic_program.buffer`.
     """
     stages, rows, columns = shape
     if task.interpret:

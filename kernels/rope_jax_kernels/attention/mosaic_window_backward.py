@@ -18,33 +18,41 @@ from jaxtyping import Array, Bool
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.kernel import Needs, Operands
-from rope_jax_kernels.attention.mosaic_kernel import (
+from rope_jax_kernels.attention.mosaic_program import (
     ROW,
     ROWS,
     TILE,
     add_products,
+    angle_gradient,
+    buffer,
+    in_sets,
     join,
+    launch,
     load_rows,
+    opaque,
     row_products,
+    slice_block,
+    spread,
     store_rows,
+    sum_freqs_gradient,
+    swizzle_transforms,
     turn,
+    zeros,
 )
-from rope_jax_kernels.attention.mosaic_launch import buffer, in_sets, swizzle_transforms
 from rope_jax_kernels.attention.mosaic_window import (
     STAGES,
     Program,
     copies,
-    launch,
     make_tables,
-    opaque,
+    make_task_boxes,
+    maps,
     outputs_of,
     plan,
     token_of_slots,
     tokens_of,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.attention.window_boxes import make_boxes
-from rope_jax_kernels.mosaic import angle_gradient, repeat, store
+from rope_jax_kernels.mosaic import repeat, store
 
 MOST_ITEMS = 16  # examples of one program, which writes sums of gradients
 
@@ -52,34 +60,30 @@ MOST_ITEMS = 16  # examples of one program, which writes sums of gradients
 def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
     """The backward pass of `Kernel`."""
     (*data, lse, out), turning, bias = operands
-    terms = tuple(x[None] for x in make_tables(task, turning[:2], bias, queries=True))
+    tables = make_tables(task, turning, bias, queries=True)
     run = functools.partial(launch_backward, task, needs)
-    results = in_sets(run, (*data, out, lse), terms, apart=needs.freqs or needs.bias)
+    results = in_sets(run, (*data, out, lse), tables, apart=needs.freqs or needs.bias)
     count = 1 if task.packed else 3
-    gradients, sums = results[:count], [x.sum((0, 1, 2)) for x in results[count:]]
-    partial, boxes = (), make_boxes(task.pattern, task.places, task.head_dim)
+    gradients, sums = results[:count], results[count:]
+    partial, boxes = (), make_task_boxes(task)
     if needs.freqs:
-        coords = turning[2].astype(jnp.float32)[token_of_slots(boxes)]
-        by_axis = jnp.einsum("sa,nsr->nar", coords, sums[-1], precision="highest")
-        partial = (by_axis[None, None],)
-    return gradients, partial, boxes.fold(sums[0]) if needs.bias else None
+        partial = (sum_freqs_gradient(sums[-1], turning[2], token_of_slots(boxes)[None]),)
+    return gradients, partial, boxes.fold(sums[0].sum((0, 1, 2))) if needs.bias else None
 
 
-def launch_backward(task: Task, needs: Needs, arrays: tuple, terms: tuple) -> tuple[Array, ...]:
+def launch_backward(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple[Array, ...]:
     """The gradients of the data, and partial sums of those of the bias by slot and the angles.
 
-    For `in_sets`; the sums are [S, chunks, windows, N, slots, slots] and [.., slots, R].
+    For `in_sets`; the sums are those of `Plan.sums`.
     """
     *arrays, lse = arrays
-    dtype, batch, sets = arrays[0].dtype, lse.shape[0], terms[-1].shape[0]
-    slots = ROWS * make_boxes(task.pattern, task.places, task.head_dim).tiles
-    sums = slots**2 if needs.bias else 0
-    cut = plan(task, batch, sets, most_items=MOST_ITEMS, sums=sums)
-    where = sets, cut.chunks, cut.boxes.count, task.heads, cut.slots
+    dtype, batch = arrays[0].dtype, lse.shape[0]
+    sums = (make_task_boxes(task).tiles * ROWS) ** 2 if needs.bias else 0
+    cut = plan(task, batch, tables[-1].shape[0], MOST_ITEMS, sums)
     heads = [3 * task.heads] if task.packed else [task.heads] * 3
     outputs = [outputs_of(task, cut, batch, n, dtype) for n in heads]
     outputs += [
-        jax.ShapeDtypeStruct((*where, size), jnp.float32)
+        cut.sums(task, cut.slots, size)
         for size, needed in ((cut.slots, needs.bias), (task.pairs, needs.freqs))
         if needed
     ]
@@ -94,7 +98,8 @@ def launch_backward(task: Task, needs: Needs, arrays: tuple, terms: tuple) -> tu
     ]
     name = "attention_mosaic_window_backward"
     program = functools.partial(Backward, needs=needs, task=task, plan=cut)
-    results = launch(program, name, tuple(arrays), terms, (lse,), outputs, scratch)
+    arrays = *maps(task, cut, tuple(arrays)), lse
+    results = launch(program, name, arrays, tables, outputs, scratch)
     return *(tokens_of(task, x) for x in results[: len(heads)]), *results[len(heads) :]
 
 
@@ -105,15 +110,15 @@ class Backward(Program):
     """
 
     def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
-        super().__init__(refs, sources=5, **terms)
-        take, task = self.refs, self.task
-        self.needs, self.lse = needs, next(take)
-        targets = [next(take) for _ in range(1 if task.packed else 3)]
+        super().__init__(refs, sources=6, **terms)
+        take, task = self.take, self.task
+        self.needs = needs
+        targets = [take() for _ in range(1 if task.packed else 3)]
         self.targets = targets * 3 if task.packed else targets
-        self.bias_sums = next(take) if needs.bias else None
-        self.angle_sums = next(take) if needs.freqs else None
+        self.bias_sums = take() if needs.bias else None
+        self.angle_sums = take() if needs.freqs else None
         self.held = self.take_memory()
-        self.ready, self.meeting, self.held_lse, self.logits = take
+        self.ready, self.meeting, self.held_lse, self.logits = (take() for _ in range(4))
 
     def start(self, i: Array | int) -> None:
         """Starts the copies of the i-th example."""
@@ -123,7 +128,7 @@ class Backward(Program):
 
         def copy() -> None:
             self.fetch(item, self.held[0].at[stage], ready, heads)
-            lse = self.lse.at[item, self.head, self.window]
+            lse = self.sources[5].at[item, self.head, self.place]
             plgpu.copy_gmem_to_smem(lse, self.held_lse.at[stage], ready)
 
         self.by_one_warp(0, copy)
@@ -154,8 +159,8 @@ class Backward(Program):
             return None
         if total is not None:
             return total + gradient
-        place = pl.ds(tile * ROWS, ROWS), keys
-        target = self.bias_sums.at[self.set, self.chunk, self.window, self.head, *place]
+        place = slice_block(tile), keys
+        target = self.select_program(self.bias_sums).at[place]
         before = plgpu.load(target, layout=TILE, optimized=False)
         gradient += jnp.where(begins, 0, before)
         store(target, gradient, interpret=self.task.interpret)
@@ -171,14 +176,12 @@ class Backward(Program):
             keys: slice of slots.
         """
         q, dout, lse, delta = rows
-        width = keys.size
-        spread = lambda x: jax.lax.broadcast_in_dim(x, (ROWS, width), (0,))
         k, v = (held.at[pl.ds(operand, 1), keys] for operand in (1, 2))
         logits, dweights = row_products(self.task, [(q, k), (dout, v)])
         # Read for each example: there are no registers for it.
         logits = logits * np.float32(self.task.scale * LOG2E) + self.load_bias(opaque(tile), keys)
-        weights = jnp.exp2(logits - spread(lse))
-        dlogits = weights * (dweights - spread(delta))
+        weights = jnp.exp2(logits - spread(lse, keys.size))
+        dlogits = weights * (dweights - spread(delta, keys.size))
         return weights, dlogits
 
     def prepare(self, held: Any, stage: Array, tile: Array) -> tuple:
@@ -186,10 +189,10 @@ class Backward(Program):
         refs = [self.rows(held.at[pl.ds(operand, 1)], tile) for operand in (0, 1, 3, 4)]
         q, k, dout, out = (load_rows(ref) for ref in refs)
         delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=1)
-        place = self.held_lse.at[stage, pl.ds(tile * ROWS, ROWS)]
+        place = self.held_lse.at[stage, slice_block(tile)]
         lse = plgpu.load(place, layout=ROW, optimized=False)
         if self.table is not None:
-            angles = self.turns(opaque(tile))
+            angles = self.turns(slice_block(opaque(tile)))
             q, k = (turn(x, angles, self.dtype) for x in (q, k))
             for ref, x in zip(refs[:2], (q, k), strict=True):
                 store_rows(ref, x)
@@ -199,13 +202,13 @@ class Backward(Program):
         """Computes the gradients of the i-th example and adds to the sums."""
         angle_sums, bias_sum = carry
         stage = divide(i, STAGES)[1]
-        held, tiles, count = self.held[1].at[stage], self.own_tiles(), self.plan.tiles
+        held, tiles, count = self.held[1].at[stage], self.tiles(), self.plan.tiles
         plgpu.barrier_wait(self.ready.at[stage])
         rows = [self.prepare(held, stage, tile) for tile in tiles]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous example
         self.meet()
-        self.start_next(i)
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, self.task.head_dim), jnp.float32), TILE)
+        pl.when(i + 1 < self.items)(lambda: self.start(i + 1))
+        zero = zeros(self.task.head_dim)
         sums = [[[zero]] * 3 for _ in tiles]  # the gradients of q, k and v
         width = ROWS if count < 3 else ROWS // 2  # of keys: three warpgroups have fewer registers
 
@@ -249,12 +252,11 @@ class Backward(Program):
             if self.angle_sums is not None:
                 for ref, x in zip(refs[:2], (dq, dk), strict=True):
                     angle_sums[number] += angle_gradient(load_rows(ref), x, self.task.pairs)
-            angles = self.turns(opaque(tile))
-            back = None if angles is None else (angles[0], -angles[1])
-            filled = self.are_filled(tile)
-            for ref, x, angles in zip(refs, (dq, dk, dv), (back, back, None), strict=True):
+            angles, filled = self.turns(slice_block(opaque(tile))), self.are_filled(tile)
+            for ref, x, turns in zip(refs, (dq, dk, dv), (angles, angles, None), strict=True):
                 # The others stay zeros: a NaN there would reach the stage's next example.
-                store_rows(ref, turn(jnp.where(filled, x, zero), angles, self.dtype))
+                x = turn(jnp.where(filled, x, zero), turns, self.dtype, back=True)
+                store_rows(ref, x)
         self.meet()
         self.by_one_warp(1, lambda: self.finish(i, stage))
         return angle_sums, bias_sum
@@ -264,16 +266,14 @@ class Backward(Program):
         self.clear(self.held[1])
         self.meet()
         self.start(0)
-        tiles = self.own_tiles()
-        zeros = lambda size: plgpu.layout_cast(jnp.zeros((ROWS, size), jnp.float32), TILE)
+        tiles = self.tiles()
         angle_sums = [zeros(self.task.pairs) for _ in tiles if self.needs.freqs]
         few = self.plan.tiles == 1 and self.task.head_dim <= 32  # registers for the other sums
         bias_sum = zeros(ROWS) if self.needs.bias and few else None
         angle_sums, bias_sum = repeat(self.items, self.example, (angle_sums, bias_sum))
-        where = self.set, self.chunk, self.window, self.head
         if bias_sum is not None:
-            store(self.bias_sums.at[where], bias_sum, interpret=self.task.interpret)
+            store(self.select_program(self.bias_sums), bias_sum, interpret=self.task.interpret)
         for tile, x in zip(tiles, angle_sums, strict=False):
-            target = self.angle_sums.at[*where, pl.ds(tile * ROWS, ROWS)]
+            target = self.select_program(self.angle_sums).at[slice_block(tile)]
             store(target, x, interpret=self.task.interpret)
         plgpu.wait_smem_to_gmem(0)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.attention.patterns import Neighborhood, Pair
-from rope_jax_kernels.attention.slots import ROWS, look_up_offsets
+from rope_jax_kernels.attention.slots import ROWS, fold_offsets, look_up_offsets
 
 WARPS = 4
 COLUMNS = (8, 4)  # of a tile that are tried
@@ -263,19 +263,15 @@ class Boxes:
 
     def fold(self, sums: Float[Array, "tiles N rows 64 *width"]) -> Float[Array, "N entries"]:
         """Sums the gradient of the bias by tile and slot, of one class, to that of the bias."""
-        selectors = []
-        for axis, (offset, _) in zip((self.down, self.across), self.offsets(), strict=True):
-            entry = offset[..., None] + axis.size - 1 == np.arange(2 * axis.size - 1)
-            entries = entry[axis.kind(np.arange(axis.tiles))]
-            selectors.append(jnp.asarray(entries, jnp.float32))
-        heads, tiles, tile = (
-            sums.shape[1],
-            (self.down.tiles, self.across.tiles),
-            (self.down.tile, self.columns),
-        )
+        offsets = [
+            offset[axis.kind(np.arange(axis.tiles))]
+            for axis, (offset, _) in zip((self.down, self.across), self.offsets(), strict=True)
+        ]
+        heads = sums.shape[1]
+        tiles, tile = (self.down.tiles, self.across.tiles), (self.down.tile, self.columns)
         sums = sums.reshape(*tiles, heads, self.reach, *tile, self.width)
-        folded = jnp.einsum("yxnrlcw,ylre,xcwf->nef", sums, *selectors, precision="highest")
-        return folded.reshape(heads, -1)
+        sums = sums.transpose(2, 0, 4, 3, 1, 5, 6).reshape(heads, *(x.size for x in offsets))
+        return fold_offsets(sums, *map(np.ravel, offsets), (self.down.size, self.across.size))
 
     def tokens(self) -> tuple[Int[Array, "tiles 64"], Int[Array, "tiles slots"]]:
         """The token of each slot of the tiles and of their boxes; any where there is none."""
@@ -285,12 +281,12 @@ class Boxes:
             for axis, count in ((self.down, self.whole_height), (self.across, self.width)):
                 start = jnp.arange(axis.tiles) * axis.tile
                 start, count = (axis.first(start), count) if of_box else (start, axis.tile)
-                member = start[:, None] + jnp.arange(count)
+                member = start[:, None] + jnp.arange(count)[None]
                 members.append(jnp.minimum(member, axis.members - 1))
             (dy, dx), width = self.dilation, self.across.members * self.dilation[1]
             shape = -1, 1, self.down.tiles, 1, members[0].shape[1], 1
-            row = members[0] * dy + jnp.arange(dy)[:, None, None]
-            column = members[1] * dx + jnp.arange(dx)[:, None, None]
+            row = (members[0] * dy)[None] + jnp.arange(dy)[:, None, None]
+            column = (members[1] * dx)[None] + jnp.arange(dx)[:, None, None]
             column = column.reshape(1, dx, 1, self.across.tiles, 1, -1)
             token = row.reshape(shape) * width + column
             found.append(token.reshape(self.classes * self.tiles, -1))

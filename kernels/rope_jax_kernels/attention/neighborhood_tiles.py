@@ -10,7 +10,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import divide, power_of_two
-from rope_jax_kernels.attention.slots import Slots, Tiles, look_up_offsets, make_slots, padded_size
+from rope_jax_kernels.attention.slots import (
+    Slots,
+    Tiles,
+    fold_offsets,
+    look_up_offsets,
+    make_slots,
+    padded_size,
+)
 
 MISSING = np.int32(-(2**20))  # the place of a missing member on an axis: far from all others
 
@@ -228,12 +235,10 @@ class NeighborhoodTiles(Tiles):
         down, across = self.down, self.across
         gradient = gradient[:, : down.tile * across.tile, : down.halo * self.stride]
         gradient = gradient.reshape(-1, down.tile, across.tile, down.halo, self.stride)
-        gradient = gradient[..., : across.halo]
-        selectors = []
-        for axis in (down, across):
-            offset = np.arange(axis.halo) - np.arange(axis.tile)[:, None]
-            entry = offset - axis.kernel // 2 + axis.kernel - 1
-            matches = entry[None] == np.arange(2 * axis.kernel - 1)[:, None, None]
-            selectors.append(jnp.asarray(matches, gradient.dtype))
-        folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, *selectors, precision="highest")
-        return folded.reshape(-1, self.entries)
+        gradient = gradient[..., : across.halo].swapaxes(2, 3)
+        gradient = gradient.reshape(-1, down.tile * down.halo, across.tile * across.halo)
+        offsets = [
+            (np.arange(axis.halo) - axis.before - np.arange(axis.tile)[:, None]).ravel()
+            for axis in (down, across)
+        ]
+        return fold_offsets(gradient, *offsets, (down.kernel, across.kernel))

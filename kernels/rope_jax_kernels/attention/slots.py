@@ -12,6 +12,7 @@ import abc
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import power_of_two
@@ -62,6 +63,30 @@ def look_up_offsets(
     """
     h, w = size
     return jnp.take(bias, (down + h - 1) * (2 * w - 1) + across + w - 1, axis=1, mode="clip")
+
+
+def fold_offsets(
+    gradient: Float[Array, "N rows columns"],
+    down: Int[np.ndarray, " rows"],
+    across: Int[np.ndarray, " columns"],
+    size: tuple[int, int],
+) -> Float[Array, "N entries"]:
+    """The gradient of a table of offsets from that of pairs, the transpose of `look_up_offsets`.
+
+    Computed as products with matrices of zeros and ones, one axis at a time. Offsets outside of the
+    table are left out.
+
+    Args:
+        gradient: by pair of slots along one axis (rows) and along the other one.
+        down, across: their offsets.
+        size: (h, w) of the window or kernel.
+    """
+    selectors = [
+        jnp.asarray(offset[:, None] + n - 1 == np.arange(2 * n - 1), gradient.dtype)
+        for offset, n in zip((down, across), size, strict=True)
+    ]
+    folded = jnp.einsum("nab,ay,bx->nyx", gradient, *selectors, precision="highest")
+    return folded.reshape(len(gradient), -1)
 
 
 def padded_size(n: int) -> int:

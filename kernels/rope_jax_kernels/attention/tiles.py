@@ -13,7 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.neighborhood_tiles import AxisTiles, NeighborhoodTiles
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pair, Pattern, Window
-from rope_jax_kernels.attention.slots import Slots, Tiles, look_up_offsets, make_slots, padded_size
+from rope_jax_kernels.attention.slots import (
+    Slots,
+    Tiles,
+    fold_offsets,
+    look_up_offsets,
+    make_slots,
+    padded_size,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,17 +160,11 @@ class WindowTiles(Tiles):
         return look_up_offsets(bias, *offsets, self.window.size)
 
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
-        # One axis at a time, as products with a matrix of zeros and ones.
         h, w = self.window.size
         gradient = gradient[:, : self.tokens, : self.tokens].reshape(-1, h, w, h, w)
-        selectors = [
-            (np.arange(n)[:, None] - np.arange(n) + n - 1)[None]
-            == np.arange(2 * n - 1)[:, None, None]
-            for n in (h, w)
-        ]
-        down, across = (jnp.asarray(selector, gradient.dtype) for selector in selectors)
-        folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, down, across, precision="highest")
-        return folded.reshape(-1, self.entries)
+        gradient = gradient.swapaxes(2, 3).reshape(-1, h * h, w * w)
+        offsets = [(np.arange(n)[:, None] - np.arange(n)).ravel() for n in (h, w)]
+        return fold_offsets(gradient, *offsets, self.window.size)
 
 
 # Queries of a neighbourhood's tile along one axis. A kernel of 7 then has a halo of 14 x 14 keys.

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device, mosaic
-from rope_jax_kernels.arithmetic import divide
+from rope_jax_kernels.arithmetic import cos_sin, divide
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Rows
 
@@ -45,6 +45,38 @@ def layouts(tile: tile_sizes.StreamedTile) -> tuple[Any, Any, Any]:
         plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
         for x in (tile_layout, row_layout, column_layout)
     )
+
+
+def turns(theta: Float[Array, "rows R"]) -> tuple[Float[Array, "rows R"], Float[Array, "rows R"]]:
+    """Cosine and sine of float32 angles, by the rounding that Mosaic GPU has."""
+    to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    return cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
+
+
+def outer_angles(
+    coords: Any, freqs: Any, place: tuple, shape: tuple[int, int], layouts: tuple[Any, Any, Any]
+) -> Float[Array, "rows R"]:
+    """Theta of a tile of tokens: an outer product over the tile for each axis, without a gather.
+
+    Args:
+        coords: ref of [rows, A], in shared memory.
+        freqs: ref of frequencies [..., A, R].
+        place: index of the frequencies of the tile, before the axis.
+        shape: (rows, R).
+        layouts: in registers, of [rows, R], of [rows] and of [R].
+    """
+    tile_layout, row_layout, column_layout = layouts
+
+    def spread(x: Array, dim: int) -> Float[Array, "rows R"]:
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (dim,)), tile_layout)
+
+    theta = None
+    for axis in range(freqs.shape[-2]):
+        along = plgpu.load(coords.at[:, axis], layout=row_layout, optimized=False)
+        freq = plgpu.load(freqs.at[*place, axis], layout=column_layout, optimized=False)
+        term = spread(along, 0) * spread(freq, 1)
+        theta = term if theta is None else theta + term
+    return theta
 
 
 def rotary_kernel(
@@ -116,7 +148,7 @@ def rotary_kernel(
         start(jnp.int32(i))
     place = (set_index, head, token)
     theta = tile_angles(rows, tile, angles, angle_slot, angles_ready, place)
-    cos, sin = mosaic.turns(theta)
+    cos, sin = turns(theta)
     sin = rows.direction * sin
 
     def members(ref: Any, slot: Array, h: int) -> list[Any]:
@@ -211,7 +243,7 @@ def tile_angles(
             )
         slot = slot.at[pl.ds(0, tile.tokens * axes)].reshape(tile.tokens, axes)
     plgpu.barrier_wait(ready)
-    return mosaic.angles(slot, freqs, place, (tile.tokens, freqs.shape[3]), layouts(tile))
+    return outer_angles(slot, freqs, place, (tile.tokens, freqs.shape[3]), layouts(tile))
 
 
 def pieces(count: int) -> list[tuple[int, int]]:

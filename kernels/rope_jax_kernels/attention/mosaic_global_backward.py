@@ -1,9 +1,7 @@
 """The backward kernel of `mosaic`: all gradients of global attention over few tokens, for Hopper.
 
 A program owns one head of several successive examples. All its tokens are in shared memory, loaded
-by the copy engine with zeros past the last token. Queries and keys are turned there once, by tables
-of cosines and sines as in `triton`: computing them here, three times for each token, would cost as
-many instructions as the softmax.
+by the copy engine with zeros past the last token. Queries and keys are turned there once.
 
 Each warpgroup owns 64 keys and keeps the gradients of these and of their values in registers, while
 all loop over blocks of 64 queries. The gradients of a block's logits go through shared memory to
@@ -32,18 +30,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention import mosaic_kernel
+from rope_jax_kernels.attention import mosaic_program
 from rope_jax_kernels.attention.arithmetic import LOG2E
-from rope_jax_kernels.attention.mosaic_kernel import (
+from rope_jax_kernels.attention.kernel import Needs, Operands
+from rope_jax_kernels.attention.mosaic_global import MOST_GROUPS, tokens_of_blocks
+from rope_jax_kernels.attention.mosaic_program import (
     COLUMN,
-    MOST_GROUPS,
     ROWS,
     TILE,
+    Program,
     add_products,
+    buffer,
+    divide_examples,
+    in_sets,
     join,
+    launch,
     load_rows,
+    most_groups,
+    opaque,
     product,
+    slice_block,
+    spread,
     store_rows,
+    sum_freqs_gradient,
+    swizzle_transforms,
+    turn,
+    turning_table,
+    zeros,
 )
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.mosaic import repeat, store
@@ -51,7 +64,6 @@ from rope_jax_kernels.mosaic import repeat, store
 WIDTH = 32  # channels of a piece, and queries of a step
 CHUNK = 8  # pairs that turn at a time: more would need more registers
 SLOTS = 2  # for gradients of logits: one block of queries is written while another is read
-opaque = jax.lax.optimization_barrier
 
 
 def serves(task: Task) -> bool:
@@ -60,140 +72,155 @@ def serves(task: Task) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The programs of a task. Static.
+class Plan(mosaic_program.Plan):
+    """The programs of a task, one for each head. Static.
 
     Attributes:
         blocks: of 64 tokens.
-        groups: warpgroups of a program: one for each block, unless interpreted.
-        items: examples of one program.
-        chunks: programs of a head in one set of examples that turn alike.
         pieces: of a row of channels.
     """
 
     blocks: int
-    groups: int
-    items: int
-    chunks: int
     pieces: int
-
-    @property
-    def blocks_per_group(self) -> int:
-        """Blocks that a warpgroup owns."""
-        return self.blocks // self.groups
 
 
 def plan(task: Task, batch: int, sets: int) -> Plan:
     """The plan for `batch` examples in `sets` that turn alike."""
     blocks = pl.cdiv(task.tokens, ROWS)
-    most = mosaic_kernel.MOST_INTERPRETED if task.interpret else blocks
-    groups = max(n for n in range(1, most + 1) if blocks % n == 0)
-    items = mosaic_kernel.items_per_program(task.heads * sets, batch // sets)
-    return Plan(blocks, groups, items, pl.cdiv(batch // sets, items), task.head_dim // WIDTH)
+    examples = divide_examples(task, 1, batch, sets)
+    pieces = task.head_dim // WIDTH
+    return Plan(most_groups(task, blocks), **examples, blocks=blocks, pieces=pieces)
 
 
-class Program:
-    """One warpgroup of one program: its gradients.
+def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, None]:
+    """The backward pass of `Kernel`, of a task that it `serves`."""
+    (*data, lse, out), turning, _ = operands
+    tokens = tokens_of_blocks(task, pl.cdiv(task.tokens, ROWS))
+    table = turning_table(turning, tokens)
+    run = functools.partial(launch_backward, task, needs)
+    results = in_sets(run, (*data, out, lse), table, apart=needs.freqs)
+    if not needs.freqs:
+        return results, (), None
+    *gradients, sums = results
+    return tuple(gradients), (sum_freqs_gradient(sums, turning[2], tokens[None]),), None
 
-    Args:
-        refs: q, k and v [B, L, N or 3 N, D]; the output's gradient and the output [B, L, N, D];
-            lse [B, N, >= 64 blocks]; where q and k turn, cosines and sines of their angles
-            [S, N or 1, 64 blocks, 2 R], the b-th of S sets turning the b-th part of the examples.
-            Then the gradients of q, k and v, [B, L, N, D], or one array [B, L, 3 N, D]; where
-            summed, the gradient of the angles, [S, chunks, N, 64 blocks, R]. Then shared memory
-            and barriers.
-        task: the problem.
-        plan: its programs.
-        rotated: whether q and k turn.
-        summed: whether to sum the gradient of the angles.
+
+def launch_backward(task: Task, needs: Needs, arrays: tuple, table: tuple) -> tuple[Array, ...]:
+    """The gradients of the data and, where needed, sums of those of the angles, for `in_sets`."""
+    q = arrays[0]
+    cut = plan(task, q.shape[0], table[0].shape[0] if table else 1)
+    blocks = cut.blocks
+    rows = blocks, cut.pieces, ROWS, WIDTH
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)] * (1 if task.packed else 3)
+    if needs.freqs:
+        outputs.append(cut.sums(task, blocks * ROWS, task.pairs))
+    dlogits = (SLOTS, blocks, ROWS, ROWS)
+    # The output is read before the first gradients of logits are written.
+    if task.interpret:
+        shared = [plgpu.SMEM(dlogits, q.dtype), plgpu.SMEM(rows, q.dtype)]
+    else:
+        transforms = swizzle_transforms(WIDTH, q.dtype, tiled=True)
+        dlogits_buffer = plgpu.SMEM(dlogits, q.dtype, transforms=transforms)
+        shared = [plgpu.RefUnion(dlogits_buffer, *buffer(task, rows, q.dtype).refs)]
+    scratch = [
+        *[buffer(task, rows, q.dtype)] * 4,
+        *shared,
+        *[plgpu.SMEM((blocks, ROWS), jnp.float32)] * 2,
+        plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=blocks),
+        plgpu.Barrier(num_arrivals=cut.groups),
+    ]
+    program = functools.partial(Backward, needs=needs, task=task, plan=cut)
+    name = "attention_mosaic_backward"
+    return launch(program, name, arrays, table, outputs, scratch, synchronized=True)
+
+
+class Backward(Program):
+    """Gradients of q, k and v from these, the output's gradient, the output and lse.
+
+    [B, L, N, D], or packed in one array; and where needed the sum of that of the angles by slot.
     """
 
-    def __init__(self, refs: tuple, *, task: Task, plan: Plan, rotated: bool, summed: bool):
-        take = iter(refs).__next__
-        self.task, self.plan = task, plan
-        self.sources = [take() for _ in range(5)]
-        self.lse = take()
-        self.table = take() if rotated else None
+    plan: Plan
+
+    def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
+        super().__init__(refs, sources=6, **terms)
+        take, task = self.take, self.task
         targets = [take() for _ in range(1 if task.packed else 3)]
         self.targets = targets * 3 if task.packed else targets
-        self.sums = take() if summed else None
+        self.sums = take() if needs.freqs else None
         # Of q, k, v, the output's gradient, the output: for the copy engine and the matrix units.
-        buffers = [take() for _ in range(4)]
-        shared = (take(), take()) if task.interpret else take()
-        self.dlogits, buffers = shared[0], [*buffers, shared[1] if task.interpret else shared[1:]]
-        self.rows = [(ref, ref) if task.interpret else tuple(ref) for ref in buffers]
+        self.rows = [self.take_memory() for _ in range(4)]
+        if task.interpret:
+            self.dlogits = take()
+            self.rows.append(self.take_memory())
+        else:
+            self.dlogits, *views = take()
+            self.rows.append(tuple(views))
         self.held_lse, self.delta, self.ready, self.meeting = (take() for _ in range(4))
-        self.group = jax.lax.axis_index("group")
-        # Programs that run together touch neighbouring memory: heads run fastest.
-        rest, self.head = divide(jax.lax.axis_index("program"), task.heads)
-        sets = self.table.shape[0] if rotated else 1
-        self.set, self.chunk = divide(rest, plan.chunks) if sets > 1 else (0, rest)
-        in_set = self.sources[0].shape[0] // sets
-        self.first = self.set * in_set + self.chunk * plan.items
-        self.items = jnp.minimum(plan.items, in_set - self.chunk * plan.items)
 
-    def own_blocks(self) -> list[Array]:
+    def blocks(self) -> list[Array]:
         """The blocks of this warpgroup."""
-        first = opaque(self.group * self.plan.blocks_per_group)
-        return [first + i for i in range(self.plan.blocks_per_group)]
+        return [opaque(x) for x in self.own_blocks(self.plan.blocks)]
 
-    def place(self, operand: int, item: Array, block: Array, piece: int) -> tuple:
-        """A piece of a block in q, k, v, the output's gradient or the output (0 to 4)."""
+    def parts(self, operand: int, ref: Any, i: Array | int, block: Array) -> list[Any]:
+        """The pieces of a block of the i-th example in an array of operand 0 to 4."""
         head = opaque(self.head) + (*self.task.offsets(), 0, 0)[operand]
-        return item, pl.ds(block * ROWS, ROWS), head, pl.ds(piece * WIDTH, WIDTH)
+        place = self.first + i, slice_block(block), head
+        return [ref.at[*place, pl.ds(n * WIDTH, WIDTH)] for n in range(self.plan.pieces)]
 
     def fetch(self, operand: int, i: Array | int, block: Array) -> None:
         """Starts the copy of a block of rows of the i-th example."""
-        for piece in range(self.plan.pieces):
-            source = self.sources[operand].at[self.place(operand, self.first + i, block, piece)]
-            slot = self.rows[operand][0].at[block, piece]
-            plgpu.copy_gmem_to_smem(source, slot, self.ready.at[block])
+        for number, part in enumerate(self.parts(operand, self.sources[operand], i, block)):
+            held = self.rows[operand][0].at[block, number]
+            plgpu.copy_gmem_to_smem(part, held, self.ready.at[block])
+
+    def fetch_rows(self, i: Array | int) -> None:
+        """Starts the copies of the blocks of this warpgroup, except the output's gradient."""
+
+        def copies() -> None:
+            for block in self.blocks():
+                for operand in (0, 1, 2, 4):
+                    self.fetch(operand, i, block)
+
+        self.by_one_warp(0, copies)
 
     def fetch_gradient(self, i: Array | int, block: Array) -> None:
         """Starts the copies of the output's gradient and lse."""
-        self.fetch(3, i, block)
-        source = self.lse.at[self.first + i, self.head, pl.ds(block * ROWS, ROWS)]
-        plgpu.copy_gmem_to_smem(source, self.held_lse.at[block], self.ready.at[block])
+
+        def copies() -> None:
+            self.fetch(3, i, block)
+            source = self.sources[5].at[self.first + i, self.head, slice_block(block)]
+            plgpu.copy_gmem_to_smem(source, self.held_lse.at[block], self.ready.at[block])
+
+        self.by_one_warp(1, copies)
 
     def write(self, operand: int, i: Array, block: Array, x: Float[Array, "64 D"]) -> None:
         """Replaces the rows of q, k or v by their gradient and starts copying it out."""
         store_rows(self.rows[operand][1].at[block], x)
         plgpu.commit_smem()
-        for piece in range(self.plan.pieces):
-            target = self.targets[operand].at[self.place(operand, self.first + i, block, piece)]
-            plgpu.copy_smem_to_gmem(self.rows[operand][0].at[block, piece], target)
 
-    def meet(self) -> None:
-        """Waits for all warpgroups, which then see what the others wrote to shared memory."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.meeting)
-        plgpu.barrier_wait(self.meeting)
+        def copies() -> None:
+            for number, part in enumerate(self.parts(operand, self.targets[operand], i, block)):
+                plgpu.copy_smem_to_gmem(self.rows[operand][0].at[block, number], part)
 
-    def turns(self, block: Array, pair: int) -> list[Float[Array, "64 8"]]:
-        """Cosine and sine of the angles of a block's tokens, from the pair on."""
-        head, tokens = self.head if self.table.shape[1] > 1 else 0, pl.ds(block * ROWS, ROWS)
-        places = [(self.set, head, tokens, pl.ds(i, CHUNK)) for i in (pair, self.task.pairs + pair)]
-        return [plgpu.load(self.table.at[x], layout=TILE, optimized=False) for x in places]
+        self.by_one_warp(2, copies)
 
     def turn(
         self, rows: list[Float[Array, "64 D"]], block: Array, *, back: bool = False
     ) -> list[Float[Array, "64 D"]]:
         """Turns rows of a block (or turns them back) and rounds them once, to the data's dtype."""
-        pairs, dtype = self.task.pairs, self.sources[0].dtype
+        pairs = self.task.pairs
         members = [([], []) for _ in rows]
         for pair in range(0, pairs, CHUNK):
-            cos, sin = self.turns(block, pair)
-            sin = -sin if back else sin
+            angles = self.turns(slice_block(block), first=pair, pairs=CHUNK)
             for x, (first, second) in zip(rows, members, strict=True):
-                a, b = (
-                    x[:, start : start + CHUNK].astype(jnp.float32)
-                    for start in (pair, pairs + pair)
-                )
-                first.append((a * cos - b * sin).astype(dtype))
-                second.append((b * cos + a * sin).astype(dtype))
+                some = join([x[:, n : n + CHUNK] for n in (pair, pairs + pair)])
+                turned = turn(some, angles, self.dtype, back=back)
+                first.append(turned[:, :CHUNK])
+                second.append(turned[:, CHUNK:])
         if 2 * pairs < self.task.head_dim:
             for x, (_, second) in zip(rows, members, strict=True):
-                second.append(x[:, 2 * pairs :].astype(dtype))
+                second.append(x[:, 2 * pairs :].astype(self.dtype))
         return [join([*first, *second]) for first, second in members]
 
     def add_angles(
@@ -213,8 +240,7 @@ class Program:
                 x = x[:, start : start + CHUNK].astype(jnp.float32)
                 members.append((x, gradient[:, first : first + CHUNK]))
             (a, da), (b, db) = members
-            place = (pl.ds(block * ROWS, ROWS), pl.ds(pair, CHUNK))
-            total = self.sums.at[self.set, self.chunk, self.head, *place]
+            total = self.select_program(self.sums).at[slice_block(block), pl.ds(pair, CHUNK)]
             before = plgpu.load(total, layout=TILE, optimized=False)
             total_now = jnp.where(begins, 0, before) + (db * a - da * b)
             store(total, total_now, interpret=self.task.interpret)
@@ -262,22 +288,20 @@ class Program:
 
     def zeros(self) -> list[Float[Array, "64 32"]]:
         """The pieces of a sum before its first term."""
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, WIDTH), jnp.float32), TILE)
-        return [zero] * self.plan.pieces
+        return [zeros(WIDTH)] * self.plan.pieces
 
     def step(self, queries: Array, slot: Array, keys: Array, sums: list) -> list:
         """Adds the part of a block of queries to the gradients of a block of keys and values.
 
         Writes the gradients of the logits for those of the queries.
         """
-        dtype = self.sources[0].dtype
 
         def body(number: Array, sums: list) -> list:
             half, here = pl.ds(number * WIDTH, WIDTH), opaque(keys)
 
             def spread_by_query(ref: Any) -> Float[Array, "64 32"]:
                 x = plgpu.load(ref.at[queries, half], layout=COLUMN, optimized=False)
-                return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, WIDTH), (1,)), TILE)
+                return spread(x, WIDTH, 1)
 
             logits, dweights = self.products([(1, 0), (2, 3)], here, queries, half)
             logits = logits * np.float32(self.task.scale * LOG2E) - spread_by_query(self.held_lse)
@@ -286,9 +310,9 @@ class Program:
                 # with delta is finite. All other weights are at most one.
                 logits = jnp.minimum(logits, 0)
             weights = jnp.exp2(logits)
-            dlogits = (weights * (dweights - spread_by_query(self.delta))).astype(dtype)
+            dlogits = (weights * (dweights - spread_by_query(self.delta))).astype(self.dtype)
             dout, q = (self.rows[operand][1].at[queries] for operand in (3, 0))
-            terms = [(weights.astype(dtype), dout), (dlogits, q)]
+            terms = [(weights.astype(self.dtype), dout), (dlogits, q)]
             sums = add_products(self.task, sums, terms, half)
             self.dlogits.at[slot, here, :, half][...] = dlogits
             return sums
@@ -302,15 +326,13 @@ class Program:
         self.add_angles(0, block, dq, begins=i == 0)
         self.write(0, i, block, *self.turn([dq], block, back=True))
 
-        @pl.when(i + 1 < self.items)
-        def _next() -> None:
-            self.fetch_gradient(i + 1, block)
+        pl.when(i + 1 < self.items)(lambda: self.fetch_gradient(i + 1, block))
 
     def example(self, i: Array) -> None:
         """Computes all gradients of the i-th example."""
         for block in range(self.plan.blocks):
             plgpu.barrier_wait(self.ready.at[block])
-        for block in self.own_blocks():
+        for block in self.blocks():
             self.prepare(block)
         self.meet()
 
@@ -318,41 +340,32 @@ class Program:
             _, slot = divide(queries, SLOTS)
             carry = [
                 self.step(queries, slot, keys, sums)
-                for keys, sums in zip(self.own_blocks(), carry, strict=True)
+                for keys, sums in zip(self.blocks(), carry, strict=True)
             ]
             self.meet()
-            owner, _ = divide(queries, self.plan.blocks_per_group)
+            owner, _ = divide(queries, self.plan.blocks // self.plan.groups)
             pl.when(owner == self.group)(functools.partial(self.finish_queries, i, queries, slot))
             return carry
 
-        carry = [[self.zeros(), self.zeros()] for _ in self.own_blocks()]
+        carry = [[self.zeros(), self.zeros()] for _ in self.blocks()]
         if self.plan.blocks == 1:
             carry = body(jnp.int32(0), carry)
         else:
             carry = repeat(self.plan.blocks, body, carry)
         self.meet()  # the keys have been read
-        for block, (dv, dk) in zip(self.own_blocks(), carry, strict=True):
-            self.write(2, i, block, join(dv).astype(self.sources[2].dtype))
+        for block, (dv, dk) in zip(self.blocks(), carry, strict=True):
+            self.write(2, i, block, join(dv).astype(self.dtype))
             dk = join(dk) * np.float32(self.task.scale)
             self.add_angles(1, block, dk, begins=False)
             self.write(1, i, block, *self.turn([dk], block, back=True))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(i + 1 < self.items)
-        def _next() -> None:
-            for block in self.own_blocks():
-                for operand in (0, 1, 2, 4):
-                    self.fetch(operand, i + 1, block)
+        pl.when(i + 1 < self.items)(lambda: self.fetch_rows(i + 1))
 
     def run(self) -> None:
         """Computes all examples of the program."""
-        for block in self.own_blocks():
-            for operand in (0, 1, 2, 4):
-                self.fetch(operand, 0, block)
+        self.fetch_rows(0)
+        for block in self.blocks():
             self.fetch_gradient(0, block)
-
-        @pl.loop(0, self.items)
-        def _example(i: Array) -> None:
-            self.example(i)
-
+        pl.loop(0, self.items)(self.example)
         plgpu.wait_smem_to_gmem(0)
