@@ -172,3 +172,11 @@ def train(
     loss, gradients = jax.value_and_grad(compute_loss)(params)
     updates, moments = OPTIMIZER.update(gradients, moments, params)
     return (optax.apply_updates(params, updates), moments), loss
+
+
+def infer(
+    model: Model, state: tuple[Any, Any], images: jax.Array, labels: jax.Array
+) -> tuple[tuple[Any, Any], jax.Array]:
+    """A forward pass, in the form of `train`: the same state, and the logits."""
+    del labels
+    return state, model.logits(state[0], images)

@@ -1,12 +1,13 @@
-"""Training of ViT-S/16 on a CPU, compared with other JAX libraries: time and memory.
+"""ViT-S/16 on a CPU, trained and forward, compared with other JAX libraries: time and memory.
 
     pip install --target build/peers --no-deps -r benchmarks/peers.txt
     PYTHONPATH=build/peers python -m benchmarks peers --out benchmarks/results/peers_cpu.json
 
 All train a model of equal parameters with one step of optax's AdamW, compiled by jax with the state
-donated, on the same images; peers that are not installed are left out. Each takes steps in turns,
-so that other load on the machine affects all, and ratios are of times within a turn. Dropout and
-drop path are off. `make test-aot ARGS=--peers` compiles the same steps for an H200.
+donated, on the same images, and compute its logits; peers that are not installed are left out. Each
+takes steps in turns, so that other load on the machine affects all, and ratios are of times within
+a turn. Dropout and drop path are off. `make test-aot ARGS=--peers` compiles the same training steps
+for an H200.
 """
 
 import functools
@@ -23,38 +24,44 @@ from benchmarks import _peers
 from benchmarks._runner import Keep
 from benchmarks.cpu import quartiles
 from rope_jax.names.text import format_table
-from rope_jax.system.cores import cores, keep_freed_memory
+from rope_jax.system.cores import cores, keep_freed_memory, multiplies_bfloat16
 
-COLUMNS = ("position", "dtype", "library", "ms", "relative to ours (quartiles)", "memory, MB")
+COLUMNS = ("position", "dtype", "pass", "library", "ms", "relative to ours (quartiles)")
+COLUMNS += ("memory, MB",)
+PASSES = {"training": _peers.train, "forward": _peers.infer}
 
 
-def start(model: _peers.Model, batch: int, size: int) -> tuple[Callable[[int], float], int, int]:
-    """Compiles a training step; returns how to take steps, temporary bytes, and parameters."""
+def start(
+    model: _peers.Model, form: str, batch: int, size: int
+) -> tuple[Callable[[int], float], int, int]:
+    """Compiles one of PASSES; returns how to take steps, temporary bytes, and parameters."""
     images, labels = model.images(batch, size), np.arange(batch) % _peers.CLASSES
     drawn = np.random.default_rng(0).standard_normal((batch, size, size, 3), np.float32)
     values = drawn.transpose(0, 3, 1, 2) if model.channels_first else drawn
     state = jax.jit(functools.partial(_peers.init_state, model))()
-    step = jax.jit(functools.partial(_peers.train, model), donate_argnums=0)
+    step = jax.jit(functools.partial(PASSES[form], model), donate_argnums=0)
     compiled = step.lower(state, images, labels).compile()
 
     def take(steps: int) -> float:
         nonlocal state
         begun = time.perf_counter()
         for _ in range(steps):
-            state, loss = compiled(state, values, labels)
-        jax.block_until_ready((state, loss))
-        if not np.isfinite(loss):
-            raise SystemExit(f"the loss is {loss}")
+            state, result = compiled(state, values, labels)
+        jax.block_until_ready((state, result))
+        if not np.isfinite(result).all():
+            raise SystemExit(f"the loss or the logits are {result}")
         return (time.perf_counter() - begun) / steps
 
     count = sum(x.size for x in jax.tree.leaves(state[0]))
     return take, compiled.memory_analysis().temp_size_in_bytes, count
 
 
-def compare(position: str, dtype: str, batch: int, size: int, turns: int) -> list[dict[str, Any]]:
+def compare(
+    position: str, dtype: str, form: str, *, batch: int, size: int, turns: int
+) -> list[dict[str, Any]]:
     """Measures our step and those of the peers in turns."""
     models = _peers.models(position, size, dtype)
-    started = {name: start(model, batch, size) for name, model in models.items()}
+    started = {name: start(model, form, batch, size) for name, model in models.items()}
     counts = {count for _, _, count in started.values()}
     if max(counts) - min(counts) > _peers.FREQUENCIES:  # which Equimo counts
         raise SystemExit(f"the models differ: they have {sorted(counts)} parameters")
@@ -66,6 +73,7 @@ def compare(position: str, dtype: str, batch: int, size: int, turns: int) -> lis
         {
             "position": position,
             "dtype": dtype,
+            "pass": form,
             "library": name,
             "parameters": count,
             "memory": memory,
@@ -82,12 +90,12 @@ def row(case: dict[str, Any]) -> list[str]:
     relative = "" if case["library"] == _peers.OURS else f"{median:.2f} ({low:.2f} to {high:.2f})"
     time_ms = f"{1e3 * statistics.median(case['seconds']):.0f}"
     memory = f"{case['memory'] / 1e6:.0f}"
-    first = [f"`{case['position']}`", case["dtype"], case["library"]]
+    first = [f"`{case['position']}`", case["dtype"], case["pass"], case["library"]]
     return [*first, time_ms, relative, memory]
 
 
 def run(keep: Keep, *, batch: int = 8, size: int = 112, turns: int = 10) -> None:
-    """Measures each position in float32 and bfloat16.
+    """Measures each position in float32 and bfloat16, trained and forward.
 
     Args:
         keep: saves the result.
@@ -97,14 +105,17 @@ def run(keep: Keep, *, batch: int = 8, size: int = 112, turns: int = 10) -> None
     """
     keep_freed_memory()
     cases: list[dict[str, Any]] = []
-    for position, dtype in itertools.product(_peers.POSITIONS, ("float32", "bfloat16")):
-        cases += compare(position, dtype, batch, size, turns)
+    settings = {"batch": batch, "size": size, "turns": turns}
+    native = multiplies_bfloat16()
+    for terms in itertools.product(_peers.POSITIONS, ("float32", "bfloat16"), PASSES):
+        cases += compare(*terms, **settings)
         keep(
-            settings={"batch": batch, "size": size, "turns": turns},
+            settings=settings | {"bfloat16_instructions": native},
             versions=_peers.versions(),
             columns=COLUMNS,
             rows=[row(case) for case in cases],
-            note=f"ViT-S/16, {batch} images of {size} px, {cores()} cores.",
+            note=f"ViT-S/16, {batch} images of {size} px, {cores()} cores "
+            f"{'with' if native else 'without'} bfloat16 instructions.",
             cases=cases,
         )
     print(format_table(COLUMNS, [row(case) for case in cases]))
