@@ -150,8 +150,10 @@ def test_data_beyond_the_last_token_affects_no_gradient():
     coords_pair = jnp.stack([coords, np.full_like(coords, np.nan)])
     mapped = jax.vmap(lambda coords: run(qkv, coords, freqs, None, cotangent))(coords_pair)
     alone = run(qkv, coords, freqs, None, cotangent)
-    for name in ("out", "qkv", "freqs"):
+    for name in ("out", "qkv"):
         np.testing.assert_array_equal(mapped[name][0], alone[name])
+    # XLA adds up slots in another order under vmap.
+    np.testing.assert_allclose(mapped["freqs"][0], alone["freqs"], rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_of_shared_frequencies_in_bfloat16():
