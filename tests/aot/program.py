@@ -25,6 +25,8 @@ FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant", "copy-
 COLLECTIVE = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-(?:permute|broadcast)"
 HEADER = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$", re.M)
 INSTRUCTION = re.compile(r"^ +(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*?)\)(.*)$", re.M)
+# In a listing: the line of the PTX that instructions come from, and an instruction.
+LISTED = r'"\.nv_debug_ptx_txt", line (\d+)|^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;'
 _PINNED = (pathlib.Path(__file__).parents[2] / "constraints.txt").read_text()
 
 
@@ -187,14 +189,18 @@ class Kernel:
     ptx: str
     cubin: pathlib.Path
 
-    def instructions(self) -> list[str]:
-        """The machine code, without the jump to itself and the NOPs after its end."""
-        command = [tool("nvdisasm"), str(self.cubin)]
+    def instructions(self) -> list[tuple[int, str]]:
+        """Lines of PTX and the machine code from them, without the jump to itself at its end."""
+        command = [tool("nvdisasm"), "-gp", str(self.cubin)]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", listing, re.M)
-        while code[-1] == "NOP":
+        line, code = 0, []
+        for place, text in re.findall(LISTED, listing[listing.index("\t.section\t.text.") :], re.M):
+            line = int(place or line)
+            if text:
+                code.append((line, text))
+        while code[-1][1] == "NOP":
             code.pop()
-        return code[:-1] if re.match(r"BRA\b", code[-1]) else code
+        return code[:-1] if re.match(r"BRA\b", code[-1][1]) else code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +269,7 @@ def read_kernel(path: pathlib.Path) -> Kernel:
     """Assembles one PTX file."""
     ptx, cubin = path.read_text(), path.with_suffix(".cubin")
     target = re.search(r"\.target (\w+)", ptx)[1]
-    command = [tool("ptxas"), f"-arch={target}", "-v", str(path), "-o", str(cubin)]
+    command = [tool("ptxas"), f"-arch={target}", "-v", "-lineinfo", str(path), "-o", str(cubin)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     number = lambda pattern: sum(int(x) for x in re.findall(pattern, report))
     accesses = re.findall(

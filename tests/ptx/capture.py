@@ -52,11 +52,7 @@ class Emulator:
 
     def __call__(self, f, *args):
         """f(*args); the arguments are trees of arrays."""
-        mesh = Mesh(np.array([self.device]), ("data",))
-        whole = NamedSharding(mesh, PartitionSpec())
-        shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jax.jit(f).trace(*jax.tree.map(shape_of, args))
+        traced = trace(self.device, f, args)
         closed = traced.jaxpr
         out = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         out = [np.asarray(self._whole(x, "the end")) for x in out]
@@ -110,6 +106,33 @@ class Emulator:
         for i in reversed(references):
             operands[i].value = out.pop()
         return out
+
+
+def trace(device, f, args):
+    """Traces f as for the device; the arguments are trees of arrays or of their shapes."""
+    mesh = Mesh(np.array([device]), ("data",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(f).trace(*jax.tree.map(shape_of, args))
+
+
+def compile_kernels(device: jax.Device, f, *shapes) -> list[tuple[Launch, list]]:
+    """The kernels of f, each compiled alone, and the shapes and dtypes of its inputs."""
+
+    def find(jaxpr):
+        for eqn in jaxpr.eqns:
+            called = next((eqn.params[x] for x in CALLS if x in eqn.params), None)
+            if eqn.primitive.name in KERNELS:
+                references = [hasattr(x.aval, "inner_aval") for x in eqn.invars]
+                inputs = [getattr(x.aval, "inner_aval", x.aval) for x in eqn.invars]
+                inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+                mutable = tuple(np.flatnonzero(references).tolist())
+                yield compile_kernel(eqn, inputs, mutable, device), inputs
+            elif called is not None:
+                yield from find(getattr(called, "jaxpr", called))
+
+    return list(find(trace(device, f, shapes).jaxpr.jaxpr))
 
 
 def is_partial(operands):

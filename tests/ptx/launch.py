@@ -14,7 +14,7 @@ from tests.ptx import (  # noqa: F401 (the table)
     tensor_memory,
 )
 from tests.ptx.machine import Machine, blocks_together
-from tests.ptx.memory import GlobalMemory
+from tests.ptx.memory import GlobalMemory, Zeros
 from tests.ptx.order import Findings
 from tests.ptx.program import Program
 
@@ -109,7 +109,35 @@ def emulate(launch: Launch, inputs: list, findings: Findings) -> list:
     Returns its outputs, then mutable inputs as they are left; those that are not written everywhere
     as `Partial`.
     """
-    program = read_program(launch.ptx)
+    arrays, operands = lay_out(launch, inputs)
+    memory = GlobalMemory(arrays, launch.threads // 32, findings)
+    for blocks in blocks_together(launch.threads, math.prod(launch.grid), THREADS_TOGETHER):
+        prepare(launch, blocks, memory, operands, findings).run()
+    results = [memory.contents(i) for i in (*operands[len(inputs) :], *launch.mutable)]
+    return [value if written.all() else Partial(value, written) for value, written in results]
+
+
+def issued(launch: Launch, inputs: list, sample: int = 3) -> dict[int, float]:
+    """Lines of the PTX -> how often one block issues them, by all its warps together.
+
+    It is the mean of some blocks, evenly spaced, to which global memory reads as zeros.
+
+    Args:
+        inputs: shapes and dtypes.
+        sample: number of blocks.
+    """
+    inputs = [np.zeros(x.shape, x.dtype) for x in inputs]
+    arrays, operands = lay_out(launch, inputs)
+    count = math.prod(launch.grid)
+    blocks = sorted({int((i + 0.5) * count / sample) for i in range(sample)})
+    machine = prepare(launch, blocks, Zeros(arrays), operands, Findings())
+    machine.run()
+    code = machine.program.kernel.code
+    return {x.line: n / len(blocks) for x, n in zip(code, machine.executed, strict=True)}
+
+
+def lay_out(launch, inputs):
+    """The arrays of a launch as of `GlobalMemory`, and which of them each operand is."""
     arrays = []
     for i, x in enumerate(inputs):
         value, written = (x.value, x.written) if isinstance(x, Partial) else (x, True)
@@ -119,19 +147,20 @@ def emulate(launch: Launch, inputs: list, findings: Findings) -> list:
         if i not in place:
             place[i] = len(arrays)
             arrays.append((f"output {i}", np.empty(shape, dtype), False))
-    operands = [*range(len(inputs)), *(place[i] for i in range(len(launch.outputs)))]
-    memory = GlobalMemory(arrays, launch.threads // 32, findings)
-    params, tensors = bind(program, launch, memory, operands, arrays)
-    for blocks in blocks_together(launch.threads, math.prod(launch.grid), THREADS_TOGETHER):
-        shared = max(launch.shared, program.kernel.static_shared)
-        Machine(
-            program, launch.grid, launch.threads, shared, blocks, memory, params, tensors, findings
-        ).run()
-    results = [memory.contents(i) for i in (*operands[len(inputs) :], *launch.mutable)]
-    return [value if written.all() else Partial(value, written) for value, written in results]
+    return arrays, [*range(len(inputs)), *(place[i] for i in range(len(launch.outputs)))]
 
 
-def bind(program, launch, memory, operands, arrays):
+def prepare(launch, blocks, memory, operands, findings):
+    """The machine that runs some blocks of a launch."""
+    program = read_program(launch.ptx)
+    shared = max(launch.shared, program.kernel.static_shared)
+    params, tensors = bind(program, launch, memory, operands)
+    return Machine(
+        program, launch.grid, launch.threads, shared, blocks, memory, params, tensors, findings
+    )
+
+
+def bind(program, launch, memory, operands):
     """Values of the kernel's parameters, and tensor maps by address."""
     described = {x.operand for x in launch.tensors}
     pointers = launch.pointers
@@ -144,7 +173,7 @@ def bind(program, launch, memory, operands, arrays):
     if next(pointers, None) is not None:
         raise ValueError(f"{program.kernel.name} has fewer parameters than operands")
     for i, x in enumerate(launch.tensors):
-        itemsize = arrays[operands[x.operand]][1].dtype.itemsize
+        itemsize = memory.arrays[operands[x.operand]][1].dtype.itemsize
         tensors[MAPS + 128 * i] = TensorMap(
             memory.address(operands[x.operand]),
             x.sizes[::-1],

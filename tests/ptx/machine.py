@@ -5,6 +5,7 @@ so that branches come together again. Registers are vectors over all lanes.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -76,6 +77,9 @@ class Machine:
         params: name -> value of the kernel's parameters.
         tensors: address -> tensor map.
         findings: where errors are reported.
+
+    Attributes:
+        executed: how often each step was issued, by all warps together.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Machine:
         grid: tuple[int, ...],
         threads: int,
         shared: int,
-        blocks: range,
+        blocks: Sequence[int],
         memory: GlobalMemory,
         params: dict[str, int],
         tensors: dict,
@@ -92,6 +96,7 @@ class Machine:
     ):
         self.program, self.memory, self.params, self.tensors = program, memory, params, tensors
         self.findings, self.threads = findings, threads
+        self.executed = np.zeros(len(program.steps), np.int64)
         self.lanes = n = threads * len(blocks)
         self.order = Order(len(blocks), threads // 32)
         self.shared = SharedMemory(len(blocks), shared, self.order, findings)
@@ -192,8 +197,8 @@ class Machine:
 
     def _advance(self, place, lanes):
         """Runs a group until it meets another or does not go on as one."""
-        limit = min(self.groups, default=len(self.program.steps))
-        everyone = lanes.all()
+        begin, limit = place, min(self.groups, default=len(self.program.steps))
+        everyone, warps = lanes.all(), np.count_nonzero(lanes.reshape(-1, 32).any(axis=1))
         while place < limit:
             step = self.program.steps[place]
             on = None if everyone else lanes
@@ -206,11 +211,13 @@ class Machine:
             if step.touches is not None:
                 self.touch(step, on)
             if step.kind is not Kind.PLAIN:
+                self.executed[begin : place + 1] += warps
                 self._turn(step, place, lanes, self.mask(on))
                 return
             if on is None or on.any():
                 step.run(self, on)
             place += 1
+        self.executed[begin:place] += warps
         self._join(place, lanes)
 
     def _turn(self, step, place, lanes, taken):

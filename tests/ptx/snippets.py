@@ -26,16 +26,20 @@ def run(body, x, shape, dtype, *, threads=64, grid=(1,), shared=4096, tensors=()
 
     Returns the output, the input as it is left, and the findings.
     """
+    launch, findings = make_launch(body, shape, dtype, threads, grid, shared, tensors), Findings()
+    out, left = emulate(launch, [x], findings)
+    findings.add(isinstance(out, Partial), "the output is not written everywhere", "the end")
+    out = out.value if isinstance(out, Partial) else out
+    return out, left, findings
+
+
+def make_launch(body, shape, dtype, threads=64, grid=(1,), shared=4096, tensors=()):
+    """The kernel of `body`, and how it is launched; see `run`."""
     maps = f", .param .align 64 .b8 maps[{128 * len(tensors)}]"
     parameters = ".param .u64 output" + (maps if tensors else "")
     if not tensors:
         parameters = ".param .u64 x, " + parameters
     first = "output" if tensors else "x"
     head = HEAD.format(parameters=parameters, first=first, threads=threads, shared=shared)
-    ptx, findings = head + body + "\n ret;\n}\n", Findings()
-    outputs = ((shape, dtype),)
-    launch = Launch(ptx, grid, threads, shared, outputs, mutable=(0,), tensors=tensors)
-    out, left = emulate(launch, [x], findings)
-    findings.add(isinstance(out, Partial), "the output is not written everywhere", "the end")
-    out = out.value if isinstance(out, Partial) else out
-    return out, left, findings
+    ptx, outputs = head + body + "\n ret;\n}\n", ((shape, dtype),)
+    return Launch(ptx, grid, threads, shared, outputs, mutable=(0,), tensors=tensors)

@@ -5,7 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from tests.ptx.snippets import run
+from tests.ptx.launch import issued, read_program
+from tests.ptx.snippets import make_launch, run
 
 
 def bits_of(x):
@@ -145,6 +146,30 @@ def test_branches_come_together():
     assert not findings, str(findings)
     thread = np.arange(64)
     np.testing.assert_array_equal(out, np.maximum(thread, 1) + np.where(thread < 10, 0, 100))
+
+
+def test_issued_instructions():
+    """Of blocks 0 to 3, of which 1 and 3 are counted, and of their two warps."""
+    body = """
+        mov.u32 %r4, %ctaid.x;
+    AGAIN:
+        add.s32 %r4, %r4, -1;  // as often as its number, at least once
+        setp.gt.s32 %p0, %r4, 0;
+        @%p0 bra AGAIN;
+        setp.gt.u32 %p1, %r0, 20;
+        @%p1 bra LEAVE;
+        add.s32 %r5, %r5, 7;  // by some lanes of one warp
+    LEAVE:
+        @!%p1 st.global.b32 [%d4], %r4;  // also by the warp that it does nothing for
+    """
+    launch = make_launch(body, (64,), np.uint32, grid=(4,))
+    times = issued(launch, [np.zeros(1, np.uint32)], sample=2)
+    code = {x.line: " ".join([x.name, *x.operands]) for x in read_program(launch.ptx).kernel.code}
+    counted = {code[line]: n for line, n in times.items()}
+    assert counted["mov.u32 %r4 %ctaid.x"] == 2
+    assert counted["add.s32 %r4 %r4 -1"] == 2 * (1 + 3) / 2
+    assert counted["add.s32 %r5 %r5 7"] == 1
+    assert counted["st.global.b32 [%d4] %r4"] == 2
 
 
 MATRICES = """
