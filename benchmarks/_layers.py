@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks._model_shapes import LAYERS, Layer
 from benchmarks._timing import Case, copies_beyond_cache, torch_on_gpu
 from rope_jax.analysis.timing import compile_loop
 from rope_jax_kernels import Global, Pattern, Rotation, attention_qkv
-from rope_jax_kernels.model_shapes import LAYERS, Layer
 from rope_jax_kernels.rotary import unpack_and_rotate
 
 LEARNED = {"rope": "freqs", "bias": "bias"}  # by a form's position information

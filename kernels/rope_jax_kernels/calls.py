@@ -53,7 +53,7 @@ def _shardings(op: str, specs: list[P], mesh: AbstractMesh) -> Any:
     """The shardings of the results of an operation, which are those of its data."""
     if op == "attention_qkv":
         specs = [(*specs[0][:-3], *specs[0][-2:])]
-    elif op in ("unpack_and_rotate", "rotate_back_and_pack"):
+    elif op == "unpack_and_rotate":
         specs = [specs[0][:1]]
     shardings = tuple(NamedSharding(mesh, P(*spec)) for spec in specs)
     return shardings if op == "rotate" else shardings[0]

@@ -31,7 +31,6 @@ _ATTENTION = {
     "mosaic": "attention.mosaic",
     "cudnn": "attention.cudnn",
 }
-_UNPACK = {"xla": "rotary.reference", "triton": "rotary.unpack"}
 
 # Part of a kernel -> the sizes of its tiles, as a hashable tuple; () for the kernel's own plan.
 TileSizes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -41,8 +40,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "rotate": _ROTARY,
     "rotate_qkv": _ROTARY,
     "rotate_by_angles": _ROTARY,
-    "unpack_and_rotate": _UNPACK,
-    "rotate_back_and_pack": _UNPACK,
+    "unpack_and_rotate": {"xla": "rotary.reference", "triton": "rotary.unpack"},
     "attention": _ATTENTION,
     "attention_qkv": _ATTENTION,
 }
@@ -71,7 +69,7 @@ FROM_AMPERE, HOPPER, HOPPER_AND_BLACKWELL = range(80, 1000), range(90, 100), ran
 #   machine code of it was read: name it there.
 # - rotate, rotate_by_angles: only where `kernels_pay`.
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
-# - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
+# - rotate_qkv: none; XLA fuses it with the operations around it.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
 PREFERENCE: dict[str, dict[str, range]] = {
     "rotate": {"triton": FROM_AMPERE},

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 
+from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import Rotation, attention_qkv
-from rope_jax_kernels.model_shapes import LAYERS
 
 
 def make_layer(name, **changes):

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks._gpus import A100, H200, L4, T4
+from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import Global
-from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering

@@ -30,7 +30,7 @@ from rope_jax_kernels import (
     rotate_qkv,
 )
 from rope_jax_kernels.attention import mosaic_program, plans
-from rope_jax_kernels.rotary import rotate_back_and_pack, tile_sizes, unpack_and_rotate
+from rope_jax_kernels.rotary import tile_sizes, unpack_and_rotate
 from rope_jax_kernels.tuning.tiles import attention_tiles
 from tests.kernels.rotary_cases import CASES, Case, draw, serves
 from tests.ptx.capture import Emulator
@@ -106,13 +106,10 @@ def rotate_angles(case, implementation, x, theta, cotangent):
 def unpack(case, implementation, qkv, coords, freqs, cotangents):
     def f(qkv, freqs):
         rotation = Rotation(coords, freqs, case.pairing)
-        names = {"implementation": implementation, "backward": implementation}
-        return unpack_and_rotate(qkv, rotation, **names)
+        return unpack_and_rotate(qkv, rotation, implementation=implementation)
 
     out, pull = jax.vjp(f, qkv, freqs)
-    rotation = Rotation(coords, freqs, case.pairing)
-    packed = rotate_back_and_pack(*cotangents, rotation, implementation=implementation)
-    return out, pull(cotangents), packed
+    return out, pull(cotangents)
 
 
 def operands(case, operation):
@@ -190,7 +187,7 @@ class Attention:
     """A call of attention and its gradients.
 
     Attributes:
-        pattern, places, heads, head_dim, pairs, batch, dtype: as in `model_shapes.Layer`.
+        pattern, places, heads, head_dim, pairs, batch, dtype: as in `_model_shapes.Layer`.
         axes: of the coordinates.
         pairing: of the rotation.
         bias: whether there is one.

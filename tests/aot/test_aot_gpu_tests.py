@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from benchmarks import _layers, _rotations
+from benchmarks._model_shapes import LAYERS
 from rope_jax.analysis import timing
 from rope_jax_kernels import Choices
-from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.program import compile_ahead, launches
 from tests.gpu import programs
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import Choices, Rotation, attention_qkv, record, rotate
-from rope_jax_kernels.model_shapes import LAYERS
 from rope_jax_kernels.tuning.choices import Choice
 from rope_jax_kernels.tuning.measure import Problem
 

@@ -7,8 +7,8 @@ import pytest
 
 import benchmarks
 from benchmarks import _layers, _rotations, _timing, speed
+from benchmarks._model_shapes import LAYERS
 from benchmarks._runner import main
-from rope_jax_kernels.model_shapes import LAYERS
 
 LIMITS = {"copy_gb_per_s": 1000.0, "launch_us": 2.0}
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
-from rope_jax_kernels.model_shapes import LAYERS
 from tests.gpu.programs import at
 from tests.kernels import test_attention_triton as interpreted
 

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
-from rope_jax_kernels.model_shapes import LAYERS
 
 # The compiler options of users, for tests that compare the bits of two programs: most programs of
 # tests are compiled without the optimisations that contract products and sums (tests/conftest.py).

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import (
     Global,
     Neighborhood,
@@ -26,8 +27,7 @@ from rope_jax_kernels import (
     rotate_qkv,
 )
 from rope_jax_kernels.attention import cudnn
-from rope_jax_kernels.model_shapes import LAYERS
-from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
+from rope_jax_kernels.rotary import unpack_and_rotate
 from tests.aot.layers import train
 from tests.kernels.covering import covering
 
@@ -40,7 +40,6 @@ CALLS = [
     (rotate_qkv, (QKV, SOME), {"implementation": "xla"}),
     (rotate_by_angles, (X, jnp.ones((3, 6, 16))), {"layout": "BLND"}),
     (unpack_and_rotate, (QKV, SOME), {}),
-    (rotate_back_and_pack, (X, X, X, SOME), {}),
     (attention, (X, X, X), {"pattern": Global()}),
     (attention_qkv, (QKV,), {"pattern": Global(), "rotation": SOME}),
 ]
@@ -93,7 +92,6 @@ def test_xla_is_the_default_on_a_cpu(monkeypatch):
         (lambda q: rotate_by_angles(q, jnp.ones((3, 6, 16))), MANY, True),
         (lambda qkv: rotate_qkv(qkv, SOME), QKV, False),
         (lambda qkv: unpack_and_rotate(qkv, ALL), QKV, True),
-        (lambda x: rotate_back_and_pack(x, x, x, SOME), X, False),
         (lambda x: attention(x, x, x, pattern=Global()), X, True),
         (lambda qkv: attention_qkv(qkv, pattern=Global(), rotation=ALL), QKV, True),
         (lambda x: attention(x, x, x, pattern=Window((2, 2))), X[None], True),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, rotate
-from rope_jax_kernels.rotary import rotate_back_and_pack, tile_sizes, unpack, unpack_and_rotate
+from rope_jax_kernels.rotary import tile_sizes, unpack, unpack_and_rotate
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import (
     AS_USERS,
@@ -20,7 +20,6 @@ from tests.kernels.rotary_cases import (
     angles,
     any_case,
     assert_as_exact_as,
-    assert_turned,
     bits,
     exact_gradients,
     turn,
@@ -44,14 +43,6 @@ def call_unpack(case, qkv, coords, freqs, **kwargs):
     )
 
 
-def call_pack(case, q, k, v, coords, freqs, **kwargs):
-    return rotate_back_and_pack(
-        *map(jnp.asarray, (q, k, v)),
-        Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing),
-        **kwargs,
-    )
-
-
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
 def test_unpacking_equals_rotating_the_parts_bit_for_bit(case):
     qkv, coords, freqs = draw_operands(case)
@@ -65,21 +56,6 @@ def test_unpacking_equals_rotating_the_parts_bit_for_bit(case):
     for x, expected in zip(unpacked_parts, rotate_parts(*parts[:2], coords, freqs), strict=True):
         assert np.array_equal(x, bits(expected))
     assert np.array_equal(v, bits(parts[2]))
-
-
-@pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
-def test_packing_rotates_back(case):
-    (q, k, v), (coords, freqs) = case.data(1, 3), case.coords_and_freqs()
-    pack = jax.jit(lambda *args: call_pack(case, *args, implementation="triton"))
-    out = pack(q, k, v, coords, freqs)
-    assert (out.shape, out.dtype) == ((*q.shape[:2], 3, *q.shape[2:]), case.dtype)
-    theta = angles(coords, freqs)
-    for i, x in enumerate((q, k)):
-        assert_turned(out[:, :, i], turn(x, -theta, case.pairing), case)
-        assert np.array_equal(
-            bits(out)[:, :, i, :, 2 * case.pairs :], bits(x)[..., 2 * case.pairs :]
-        )
-    assert np.array_equal(bits(out)[:, :, 2], bits(v))
 
 
 @pytest.mark.parametrize("case", covering([CASES[i] for i in (0, 1, 5, 6)], [CASES[6]]), ids=str)
@@ -102,27 +78,13 @@ def test_gradients(case):
     assert_as_exact_as(result, plain, exact)
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_packing_has_gradients_of_angles(shared):
-    case = Case(tokens=4, heads=2, head_dim=8, pairs=3, shared=shared)
-    parts, terms, weights = case.data(7, 3), case.coords_and_freqs(), draw_operands(case, 8)[0]
-
-    def gradients(kind):
-        loss = lambda *args: jnp.sum(weights * call_pack(case, *args, implementation=kind))
-        return jax.jit(jax.grad(loss, range(5)))(*parts, *terms)
-
-    for x, expected in zip(gradients("triton"), gradients("xla"), strict=True):
-        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backward", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
-def test_second_derivatives(backward):
+def test_second_derivatives():
     case = Case(batch=1, tokens=3, heads=2, head_dim=8, pairs=3)
     qkv, coords, freqs = draw_operands(case)
 
     def penalty(kind):
         def loss(x):
-            q, k, v = call_unpack(case, x, coords, freqs, implementation=kind, backward=backward)
+            q, k, v = call_unpack(case, x, coords, freqs, implementation=kind)
             return jnp.sum(jnp.sin(q) * k * v)
 
         return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))(qkv)
@@ -199,31 +161,19 @@ def test_without_a_rotation_it_only_splits():
     qkv = jnp.asarray(draw_operands(Case())[0])
     for i, x in enumerate(unpack_and_rotate(qkv, None)):
         assert np.array_equal(x, qkv[:, :, i])
-    assert np.array_equal(rotate_back_and_pack(*(qkv[:, :, i] for i in range(3)), None), qkv)
 
 
-QKV, PART = jnp.ones((2, 6, 3, 3, 16)), jnp.ones((2, 6, 3, 16))
+QKV = jnp.ones((2, 6, 3, 3, 16))
 ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: unpack_and_rotate(QKV, ROTATION, backward="mosaic"), "backward='mosaic'"),
         (lambda: unpack_and_rotate(QKV, ROTATION, implementation="cudnn"), "'cudnn' is not"),
         (
             lambda: unpack_and_rotate(QKV.astype(float), ROTATION, implementation="triton"),
             "float64; float16,",
-        ),
-        (
-            lambda: rotate_back_and_pack(
-                *[PART.astype(float)] * 3, ROTATION, implementation="triton"
-            ),
-            "float64; float16,",
-        ),
-        (
-            lambda: rotate_back_and_pack(PART, PART, PART[:, :5], ROTATION),
-            r"v is float32\(2, 5, 3, 16\).* like q",
         ),
         (
             lambda: unpack_and_rotate(QKV, Rotation(ROTATION.coords, jnp.ones((3, 2, 9)))),
@@ -238,20 +188,18 @@ def test_wrong_arguments_are_refused(call, message):
         call()
 
 
-@pytest.mark.parametrize("gradient", covering(["learned", "triton", "xla"], ["learned"]))
-def test_padding_tokens_are_zeros_without_a_gradient(gradient):
+@pytest.mark.parametrize("learned", covering([True, False], [True]))
+def test_padding_tokens_are_zeros_without_a_gradient(learned):
     """They come from the same launch, and any values in the gradient of padding are ignored."""
     case = Case(batch=2, tokens=5, heads=3, head_dim=24, pairs=10)
     qkv, coords, freqs = map(jnp.asarray, draw_operands(case))
     cotangents = jnp.asarray(case.data(5, 3))
     spoiled = jnp.pad(cotangents, ((0, 0), (0, 0), (0, 3), (0, 0), (0, 0)), constant_values=jnp.nan)
-    learned = (qkv, freqs) if gradient == "learned" else (qkv,)
-    backward = "xla" if gradient == "xla" else "triton"
+    differentiated = (qkv, freqs) if learned else (qkv,)
 
     def values_and_gradients(gs, **options):
-        options |= {"backward": backward}
         f = lambda qkv, freqs=freqs: call_unpack(case, qkv, coords, freqs, **options)
-        out, pull_back = jax.vjp(f, *learned)
+        out, pull_back = jax.vjp(f, *differentiated)
         return out, pull_back(tuple(gs))
 
     run = jax.jit(values_and_gradients, static_argnames=("implementation", "padding"))

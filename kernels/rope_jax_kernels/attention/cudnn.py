@@ -86,7 +86,7 @@ def attention_qkv(
 ) -> Float[Array, "B L N D"]:
     """`rope_jax_kernels.attention_qkv`; q, k and v are split, rotated and padded in one launch."""
     tokens = qkv.shape[1]
-    by = {"padding": tokens % 2, "backward": "xla"}
+    by = {"padding": tokens % 2}
     if rotation is not None:
         # By name, because this program is already one for a GPU.
         arguments = {"qkv": qkv, "rotation": rotation} | by

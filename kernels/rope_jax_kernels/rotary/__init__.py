@@ -2,7 +2,6 @@
 
 from rope_jax_kernels.rotary.api import (
     rotate,
-    rotate_back_and_pack,
     rotate_by_angles,
     rotate_qkv,
     unpack_and_rotate,
@@ -10,7 +9,6 @@ from rope_jax_kernels.rotary.api import (
 
 __all__ = [
     "rotate",
-    "rotate_back_and_pack",
     "rotate_by_angles",
     "rotate_qkv",
     "unpack_and_rotate",

@@ -1,6 +1,5 @@
 """The public rotary functions: check the arguments, then dispatch."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import checks, device
@@ -159,13 +158,14 @@ def unpack_and_rotate(
     rotation: Rotation | None,
     *,
     implementation: str | None = None,
-    backward: str = "xla",
     padding: int = 0,
 ) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
     """Splits a packed projection into q, k and v, and rotates q and k.
 
     Equal to `rotate` on the parts, as `rotate_qkv` is, followed by tokens of zeros. For attention
-    that needs q, k and v as separate arrays, such as cuDNN's.
+    that needs q, k and v as separate arrays, such as cuDNN's. The kernel's gradient is "xla", which
+    moves the same bytes and sums the gradient of the projection's bias in the same pass, unless
+    coords or freqs are differentiated.
 
     Example:
         >>> import jax.numpy as jnp
@@ -181,9 +181,6 @@ def unpack_and_rotate(
         rotation: as in `rotate`; None only splits, which XLA does in one pass.
         implementation: "xla", "triton", or None for the kernel on a GPU if XLA need not partition
             the call over devices.
-        backward: implementation of the kernel's gradient, "xla" or "triton". XLA moves the same
-            bytes and sums the gradient of the projection's bias in the same pass. Gradients of
-            coords or freqs are always computed by the kernel.
         padding: tokens of zeros to append in the same pass; M = L + padding. They have no gradient.
 
     Returns:
@@ -198,53 +195,6 @@ def unpack_and_rotate(
         raise ValueError(f"padding={padding} is negative; use the number of tokens to append, or 0")
     if rotation is None:
         return tuple(reference.pad_tokens(qkv[:, :, part], padding) for part in range(3))
-    if backward not in ("triton", "xla"):
-        raise ValueError(f"backward={backward!r} is unknown; use 'xla' or 'triton'")
     checks.check_rotation(rotation, tokens, heads, head_dim, "qkv")
-    arguments = {"qkv": qkv, "rotation": rotation, "backward": backward, "padding": padding}
+    arguments = {"qkv": qkv, "rotation": rotation, "padding": padding}
     return call("unpack_and_rotate", arguments, implementation=implementation)
-
-
-def rotate_back_and_pack(
-    q: Float[Array, "B L N D"],
-    k: Float[Array, "_ _ _ _"],
-    v: Float[Array, "_ _ _ _"],
-    rotation: Rotation | None,
-    *,
-    implementation: str | None = None,
-) -> Float[Array, "B L three N D"]:
-    """Rotates q and k back and packs q, k and v: the transpose of `unpack_and_rotate`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from rope_jax_kernels import Rotation
-        >>> from rope_jax_kernels.rotary import rotate_back_and_pack
-        >>> q = k = v = jnp.ones((1, 4, 2, 8))
-        >>> rotation = Rotation(jnp.arange(4.0)[:, None], jnp.ones((2, 1, 3)))
-        >>> rotate_back_and_pack(q, k, v, rotation).shape
-        (1, 4, 3, 2, 8)
-
-    Args:
-        q: [B, L, N, D], or the gradient with respect to it.
-        k: like q.
-        v: like q.
-        rotation: the argument of `unpack_and_rotate`.
-        implementation: "xla", "triton", or None for "xla".
-
-    Returns:
-        [B, L, 3, N, D] in q's dtype.
-
-    Raises:
-        ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
-        TypeError: an argument is not floating-point.
-    """
-    sizes = checks.check_layout("q", q, "BLND")
-    for name, x in (("k", k), ("v", v)):
-        checks.check_floating(name, x)
-        if (x.shape, x.dtype) != (q.shape, q.dtype):
-            raise ValueError(f"{name} is {x.dtype}{x.shape}; it must be like q, {q.dtype}{q.shape}")
-    if rotation is None:
-        return jnp.stack([q, k, v], axis=2)
-    checks.check_rotation(rotation, *sizes, "q")
-    arguments = {"q": q, "k": k, "v": v, "rotation": rotation}
-    return call("rotate_back_and_pack", arguments, implementation=implementation)

@@ -81,9 +81,9 @@ def rotate_qkv(qkv: Float[Array, "B L 3 N D"], rotation: Rotation) -> Float[Arra
 
 
 def unpack_and_rotate(
-    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla", padding: int = 0
+    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, padding: int = 0
 ) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
-    """`rope_jax_kernels.rotary.unpack_and_rotate`; `backward` makes no difference."""
+    """`rope_jax_kernels.rotary.unpack_and_rotate`."""
     q, k = rotate(qkv[:, :, 0], qkv[:, :, 1], rotation, layout="BLND")
     return pad_tokens(q, padding), pad_tokens(k, padding), pad_tokens(qkv[:, :, 2], padding)
 
@@ -91,20 +91,3 @@ def unpack_and_rotate(
 def pad_tokens(x: Float[Array, "B L N D"], padding: int) -> Float[Array, "B M N D"]:
     """Appends `padding` tokens of zeros: M = L + padding."""
     return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) if padding else x
-
-
-def rotate_back_and_pack(
-    q: Float[Array, "B L N D"],
-    k: Float[Array, "B L N D"],
-    v: Float[Array, "B L N D"],
-    rotation: Rotation,
-) -> Float[Array, "B L 3 N D"]:
-    """`rope_jax_kernels.rotary.rotate_back_and_pack`, as the transpose of `unpack_and_rotate`.
-
-    This is a sum of padded parts rather than a concatenation, so that XLA computes the gradient of
-    the projection's bias in the same pass, which it does not do after a concatenation.
-    """
-    # A linear map has one derivative everywhere, so this point is never computed.
-    # (`jax.linear_transpose` fails in `shard_map`.)
-    anywhere = jnp.stack([q, k, v], axis=2)
-    return jax.vjp(lambda qkv: unpack_and_rotate(qkv, rotation), anywhere)[1]((q, k, v))[0]

@@ -12,6 +12,7 @@ import functools
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -161,53 +162,41 @@ def launch(
 
 
 def back_by_xla(rows: Rows, gradients: tuple, angles: tuple) -> tuple:
-    """`Kernel.back` in jax.numpy, which XLA fuses with the sum for the projection's bias."""
+    """`Kernel.back`, as the transpose of the plain operation.
+
+    This is a sum of padded parts rather than a concatenation, so that XLA computes the gradient of
+    the projection's bias in the same pass, which it does not do after a concatenation.
+    """
     batch, _, head_dim = gradients[0].shape
     rotation = Rotation(*angles, rows.pairing)
-    if len(gradients) == 1:
-        packed = gradients[0].reshape(batch, rows.tokens, 3, rows.heads, head_dim)
-        moved = reference.unpack_and_rotate(packed, rotation, padding=rows.padding)
-    else:
-        parts = [g.reshape(batch, -1, rows.heads, head_dim)[:, : rows.tokens] for g in gradients]
-        moved = (reference.rotate_back_and_pack(*parts, rotation),)
-    return tuple(x.reshape(batch, -1, head_dim) for x in moved)
+    parts = tuple(g.reshape(batch, -1, rows.heads, head_dim) for g in gradients)
+    # A linear map has one derivative everywhere, so this point is never computed.
+    # (`jax.linear_transpose` fails in `shard_map`.)
+    anywhere = jnp.stack([x[:, : rows.tokens] for x in parts], axis=2)
+    unpack = functools.partial(reference.unpack_and_rotate, padding=rows.padding)
+    (packed,) = jax.vjp(lambda qkv: unpack(qkv, rotation), anywhere)[1](parts)
+    return (packed.reshape(batch, -1, head_dim),)
 
 
-# Implementation of the gradient of the data -> the kernel.
-KERNELS = {"triton": Kernel(launch), "xla": Kernel(launch, back_by_xla)}
+KERNEL = Kernel(launch, back_by_xla)
 
 
 def unpack_and_rotate(
-    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla", padding: int = 0
+    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, padding: int = 0
 ) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
     """`rope_jax_kernels.rotary.unpack_and_rotate`."""
     batch, tokens, _, heads, head_dim = qkv.shape
     rows = Rows(tokens, heads, "L3N", rotation.pairing, padding=padding)
-    parts = KERNELS[backward].turn_all(rows, (qkv,), (rotation.coords, rotation.freqs))
+    parts = KERNEL.turn_all(rows, (qkv,), (rotation.coords, rotation.freqs))
     return tuple(x.reshape(batch, tokens + padding, heads, head_dim) for x in parts)
-
-
-def rotate_back_and_pack(
-    q: Float[Array, "B L N D"],
-    k: Float[Array, "B L N D"],
-    v: Float[Array, "B L N D"],
-    rotation: Rotation,
-) -> Float[Array, "B L 3 N D"]:
-    """`rope_jax_kernels.rotary.rotate_back_and_pack`."""
-    batch, tokens, heads, head_dim = q.shape
-    rows = Rows(tokens, heads, "L3N", rotation.pairing, direction=-1)
-    angles = (rotation.coords, rotation.freqs)
-    (packed,) = KERNELS["triton"].turn_all(rows, (q, k, v), angles)
-    return packed.reshape(batch, tokens, 3, heads, head_dim)
 
 
 def refusal(
     arrays: dict[str, Any],
     *,
     rotation: Rotation,
-    backward: str | None = None,
     padding: int = 0,
 ) -> str | None:
     """The reason why the kernel cannot serve a call with these arguments, or None."""
-    del backward, padding
+    del padding
     return triton.refusal(arrays, rotation=rotation)

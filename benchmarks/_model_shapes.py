@@ -14,7 +14,7 @@ class Layer:
     """Self-attention of one layer of a model.
 
     Example:
-        >>> from rope_jax_kernels.model_shapes import LAYERS
+        >>> from benchmarks._model_shapes import LAYERS
         >>> layer = LAYERS["swin_t_1"]
         >>> layer.tokens, layer.heads, layer.head_dim
         (3136, 3, 32)
