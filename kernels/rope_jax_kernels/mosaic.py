@@ -31,6 +31,37 @@ def repeat(count: Any, body: Callable[[Array, Any], Any], carry: Any) -> Any:
     return jax.lax.fori_loop(0, count, lambda i, carry: body(i.astype(np.int32), carry), carry)
 
 
+def in_sets(
+    launch: Callable[[tuple, tuple], tuple],
+    arrays: tuple,
+    tables: tuple,
+    *,
+    apart: bool = False,
+) -> tuple:
+    """A launch with tables [S, ...] of S sets, equal parts of the examples, and a rule for vmap.
+
+    Examples that share their tables become one set, unless something is summed over those of a set:
+    then sets stay `apart`.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def run(arrays: tuple, tables: tuple) -> tuple:
+        return launch(arrays, tables)
+
+    @run.def_vmap
+    def _run_batched(
+        size: int, is_batched: Any, arrays: tuple, tables: tuple
+    ) -> tuple[tuple, tuple]:
+        arrays_batched, tables_batched = is_batched
+        if any(tables_batched) or any(x.shape[0] > 1 for x in tables) or apart:
+            tables = merge_mapped(size, tables, tables_batched)
+        arrays = merge_mapped(size, arrays, arrays_batched)
+        out = in_sets(launch, arrays, tables, apart=apart)
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
+
+    return run(arrays, tables)
+
+
 def merge_mapped(size: int, operands: tuple, batched: tuple) -> tuple:
     """Merges the mapped dimension of operands, of this size, into the first one, for vmap rules."""
     wide = [

@@ -33,7 +33,6 @@ from rope_jax_kernels.attention.mosaic_program import (
     add_products,
     buffer,
     divide_examples,
-    in_sets,
     join,
     launch,
     load_rows,
@@ -47,7 +46,7 @@ from rope_jax_kernels.attention.mosaic_program import (
     zeros,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat
+from rope_jax_kernels.mosaic import in_sets, repeat
 
 WIDEST = 64  # channels of a piece of a row, 128 bytes: the widest swizzle of shared memory
 # Most warpgroups of a program, by head dimension: a multiprocessor has 65,536 registers.

@@ -42,7 +42,6 @@ from rope_jax_kernels.attention.mosaic_program import (
     add_products,
     buffer,
     divide_examples,
-    in_sets,
     join,
     launch,
     load_rows,
@@ -59,7 +58,7 @@ from rope_jax_kernels.attention.mosaic_program import (
     zeros,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat, store
+from rope_jax_kernels.mosaic import in_sets, repeat, store
 
 WIDTH = 32  # channels of a piece, and queries of a step
 CHUNK = 8  # pairs that turn at a time: more would need more registers

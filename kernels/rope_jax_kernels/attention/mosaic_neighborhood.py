@@ -39,7 +39,6 @@ from rope_jax_kernels.attention.mosaic_neighborhood_launch import (
 from rope_jax_kernels.attention.mosaic_program import (
     ROW,
     TILE,
-    in_sets,
     product,
     slice_block,
     spread,
@@ -48,7 +47,7 @@ from rope_jax_kernels.attention.mosaic_program import (
 )
 from rope_jax_kernels.attention.neighborhood_boxes import FORWARD, ROWS, WARPS
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat
+from rope_jax_kernels.mosaic import in_sets, repeat
 
 HELD_COLUMNS = 128  # most of the table of bias and mask in registers, of which they take half
 # Most rows of keys whose logits are in registers together, by head dimension.

@@ -34,14 +34,13 @@ from rope_jax_kernels.attention.mosaic_program import (
     COLUMN,
     TILE,
     angle_gradient,
-    in_sets,
     spread,
     sum_freqs_gradient,
     zeros,
 )
 from rope_jax_kernels.attention.neighborhood_boxes import KEYS, QUERIES, ROWS
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat, store
+from rope_jax_kernels.mosaic import in_sets, repeat, store
 
 PIECE = 8  # columns of a row of keys
 

@@ -23,7 +23,6 @@ from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.slots import ROWS
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import MULTIPROCESSORS, vary_alike
-from rope_jax_kernels.mosaic import merge_mapped
 
 # Interpreted warpgroups are threads that are compiled when they start. They deadlock if other parts
 # of the program hold all threads of the machine; with one warpgroup there is no such thread.
@@ -127,37 +126,6 @@ def sum_freqs_gradient(
     along = coords.astype(jnp.float32)[tokens]
     by_slot = along[:, None, :, :, None] * sums.sum((0, 1))[:, :, :, None]
     return by_slot.sum((0, 2))[None, None]
-
-
-def in_sets(
-    launch: Callable[[tuple, tuple], tuple],
-    arrays: tuple,
-    tables: tuple,
-    *,
-    apart: bool = False,
-) -> tuple:
-    """A launch with tables [S, ...] of S sets, equal parts of the examples, and a rule for vmap.
-
-    Examples that share their tables become one set, unless something is summed over those of a set:
-    then sets stay `apart`.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def run(arrays: tuple, tables: tuple) -> tuple:
-        return launch(arrays, tables)
-
-    @run.def_vmap
-    def _run_batched(
-        size: int, is_batched: Any, arrays: tuple, tables: tuple
-    ) -> tuple[tuple, tuple]:
-        arrays_batched, tables_batched = is_batched
-        if any(tables_batched) or any(x.shape[0] > 1 for x in tables) or apart:
-            tables = merge_mapped(size, tables, tables_batched)
-        arrays = merge_mapped(size, arrays, arrays_batched)
-        out = in_sets(launch, arrays, tables, apart=apart)
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
-
-    return run(arrays, tables)
 
 
 def launch(

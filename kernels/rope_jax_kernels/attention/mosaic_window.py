@@ -32,7 +32,6 @@ from rope_jax_kernels.attention.mosaic_program import (
     add_products,
     buffer,
     divide_examples,
-    in_sets,
     launch,
     load_rows,
     most_groups,
@@ -47,7 +46,7 @@ from rope_jax_kernels.attention.mosaic_program import (
 )
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.attention.window_boxes import Box, WindowBoxes, make_boxes
-from rope_jax_kernels.mosaic import repeat
+from rope_jax_kernels.mosaic import in_sets, repeat
 
 STAGES = 2  # examples in shared memory: one is computed while the next is loaded
 

@@ -25,7 +25,6 @@ from rope_jax_kernels.attention.mosaic_program import (
     add_products,
     angle_gradient,
     buffer,
-    in_sets,
     join,
     launch,
     load_rows,
@@ -52,7 +51,7 @@ from rope_jax_kernels.attention.mosaic_window import (
     tokens_of,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import repeat, store
+from rope_jax_kernels.mosaic import in_sets, repeat, store
 
 MOST_ITEMS = 16  # examples of one program, which writes sums of gradients
 

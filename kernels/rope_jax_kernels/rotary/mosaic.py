@@ -2,6 +2,7 @@
 kernel, `mosaic_kernel`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,11 +21,13 @@ def launch(
 ) -> tuple[tuple, Array | None]:
     """`Kernel.launch`."""
     # Here, because Mosaic GPU takes a second to import and refusals do not need it.
+    from rope_jax_kernels.mosaic import in_sets
     from rope_jax_kernels.rotary import mosaic_kernel
 
-    sets = [tuple(x[None] for x in some) for some in (arrays, angles, saved)]
-    turned, sums = mosaic_kernel.launch_sets(rows, in_place, *sets)
-    return tuple(x[0] for x in turned), sums[0][0] if saved else None
+    run = functools.partial(mosaic_kernel.launch, rows, in_place, len(arrays))
+    angles = tuple(x[None] for x in angles)
+    out = in_sets(run, (*arrays, *saved), angles, apart=bool(saved))
+    return out[: len(arrays)], out[-1][0] if saved else None
 
 
 KERNEL = Kernel(launch)

@@ -89,12 +89,12 @@ def rotary_kernel(
     """One program: a tile of tokens of one head, of `tile.batch` batch items of one set.
 
     Args:
-        *refs: arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S or 1 times L * A] and
-            freqs [S or 1, N or 1, A, R], or theta [S or 1, N or 1, L, R]; saved inputs of the
-            forward pass, if any. Then the outputs: the turned arrays unless `in_place`, and with
-            saved inputs the gradient of theta summed over this program's batch items,
-            [S, G, L, N, R] (or [S, G, N, L, R]). Then shared memory: slots of data and of saved
-            data, of the angles, of the sums, and barriers of both kinds of slots.
+        *refs: arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S * L * A] and freqs
+            [S, N or 1, A, R], or theta [S, N or 1, L, R]; saved inputs of the forward pass, if any.
+            Then the outputs: the turned arrays unless `in_place`, and with saved inputs the
+            gradient of theta summed over this program's batch items, [S, G, L, N, R] (or
+            [S, G, N, L, R]). Then shared memory: slots of data and of saved data, of the angles,
+            of the sums, and barriers of both kinds of slots.
         rows: meaning of the rows.
         tile: size of the tile.
         counts: how many arrays turn, refs describe the angles, and inputs are saved.
@@ -223,15 +223,13 @@ def tile_angles(
         place: set, head and first token of the tile.
     """
     (set_index, head, token), last = place, refs[-1]
-    place = (set_index if last.shape[0] > 1 else 0, head if last.shape[1] > 1 else 0)
+    place = set_index, head if last.shape[1] > 1 else 0
     if len(refs) == 1:
         plgpu.copy_gmem_to_smem(last.at[*place, pl.ds(token, tile.tokens)], slot, ready)
         plgpu.barrier_wait(ready)
         return plgpu.load(slot, layout=layouts(tile)[0], optimized=False).astype(jnp.float32)
     coords, freqs = refs
-    axes = freqs.shape[2]
-    if coords.size > rows.tokens * axes:
-        token = set_index * rows.tokens + token
+    axes, token = freqs.shape[2], set_index * rows.tokens + token
     if rows.interpret:
         plgpu.copy_gmem_to_smem(coords.at[pl.ds(token, tile.tokens)], slot, ready)
     else:
@@ -258,47 +256,25 @@ def pieces(count: int) -> list[tuple[int, int]]:
     ]
 
 
-def launch_sets(
-    rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: tuple
-) -> tuple[tuple, tuple]:
-    """`launch` for S sets at once, with a rule for vmap.
+def launch(
+    rows: Rows, in_place: bool, count: int, arrays: tuple, angles: tuple
+) -> tuple[Array, ...]:
+    """Turns arrays; for `in_sets`.
 
-    All operands have a leading dimension S, angles S or 1. The sums are in a tuple of one or none.
+    Args:
+        rows: meaning of the rows.
+        in_place: whether the turned arrays take the place of the arrays.
+        count: of the arrays that turn; the others are the saved inputs of the forward pass.
+        arrays: [B, rows, D].
+        angles: of S sets, coords [S, L, A] and freqs [S, N or 1, A, R] or theta [S, N or 1, L, R].
+
+    Returns:
+        The turned arrays and, with saved inputs, the partial sums [S, G, L * N, R].
     """
-
-    @jax.custom_batching.custom_vmap
-    def run(arrays: tuple, angles: tuple, saved: tuple) -> tuple[tuple, tuple]:
-        return launch_one(rows, in_place, arrays, angles, saved)
-
-    @run.def_vmap
-    def _run_batched(
-        size: int, is_batched: Any, arrays: tuple, angles: tuple, saved: tuple
-    ) -> tuple[tuple[tuple, tuple], Any]:
-        arrays_batched, angles_batched, saved_batched = is_batched
-        angles = tuple(  # angles that all sets share stay shared
-            x if x.shape[0] == 1 and not b else mosaic.merge_mapped(size, (x,), (b,))[0]
-            for x, b in zip(angles, angles_batched, strict=True)
-        )
-        arrays = mosaic.merge_mapped(size, arrays, arrays_batched)
-        saved = mosaic.merge_mapped(size, saved, saved_batched)
-        out = jax.tree.map(
-            lambda x: x.reshape(size, -1, *x.shape[1:]),
-            launch_sets(rows, in_place, arrays, angles, saved),
-        )
-        return out, jax.tree.map(lambda _: True, out)
-
-    return run(arrays, angles, saved)
-
-
-def launch_one(
-    rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: tuple
-) -> tuple[tuple, tuple]:
-    """`launch_sets` without its rule for vmap."""
-    shape = arrays[0].shape
-    sets, items, count, head_dim = shape
-    if not saved and all(x.shape[0] == 1 for x in angles):
-        sets, items = 1, sets * items  # all turn alike: a program may take items of several sets
-    pairs, heads = angles[-1].shape[-1], count // rows.tokens
+    arrays, saved = arrays[:count], arrays[count:]
+    shape, sets = arrays[0].shape, angles[0].shape[0]
+    items, head_dim = shape[0] // sets, shape[-1]
+    pairs, heads = angles[-1].shape[-1], shape[1] // rows.tokens
     is_head_first = rows.order == "NL"
     order = (heads, rows.tokens) if is_head_first else (rows.tokens, heads)
 
@@ -371,8 +347,8 @@ def launch_one(
     inputs = [jax.new_ref(x) for x in inputs] if in_place else inputs
     out = kernel(*inputs, *angles, *(split(x) for x in saved))
     turned = [jax.freeze(x) for x in inputs] if in_place else out[: len(arrays)]
-    sums = ()
-    if saved:
-        partial = out[-1][:, :, :, : rows.tokens] if is_head_first else out[-1][:, :, : rows.tokens]
-        sums = (partial.reshape(sets, chunks, rows.tokens * rows.heads, pairs),)
-    return tuple(x.reshape(shape) for x in turned), sums
+    turned = tuple(x.reshape(shape) for x in turned)
+    if not saved:
+        return turned
+    partial = out[-1][:, :, :, : rows.tokens] if is_head_first else out[-1][:, :, : rows.tokens]
+    return *turned, partial.reshape(sets, chunks, rows.tokens * rows.heads, pairs)
