@@ -343,10 +343,11 @@ def test_plan(tokens, head_dim, groups):
 @pytest.mark.parametrize("sums", [2**10, 2**14, 2**22])
 def test_programs_write_sums_of_bounded_size(sums):
     """For many examples; one chunk of programs may need more."""
-    for programs in (1, 96, 5000):
-        items = mosaic_program.items_per_program(programs, 1000, sums=sums)
+    task = Task(Global(), (64,), 6, 64, True, 16, "half", 0.1, False)
+    for programs in (1, 16, 800):
+        items = mosaic_program.divide_examples(task, programs, 1000, 1, sums=sums)["items"]
         chunks = -(-1000 // items)
-        assert chunks == 1 or chunks * programs * sums <= mosaic_program.MOST_SUMS
+        assert chunks == 1 or chunks * 6 * programs * sums <= mosaic_program.MOST_SUMS
 
 
 @pytest.mark.parametrize(

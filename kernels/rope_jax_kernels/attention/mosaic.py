@@ -22,8 +22,12 @@ from rope_jax_kernels.rotation import Rotation
 DTYPES = (jnp.float16, jnp.bfloat16)
 HEAD_DIMS = (32, 64, 128)
 NEWER = 110  # compute capability, times 10, from which GPUs are not data center Blackwell
-# Pattern -> the module of its forward kernel; that of the backward kernels has a suffix.
-MODULES = {Global: "mosaic_global", Window: "mosaic_window", Neighborhood: "mosaic_neighborhood"}
+# Pattern -> the modules of its forward and of its backward kernels.
+MODULES = {
+    Global: ("mosaic_global", "mosaic_global_backward"),
+    Window: ("mosaic_window", "mosaic_window"),
+    Neighborhood: ("mosaic_neighborhood", "mosaic_neighborhood_backward"),
+}
 WINDOW_TILES = {32: 3, 64: 2}  # most tiles of a window, by head dimension
 
 
@@ -31,21 +35,21 @@ def forward(
     task: Task, operands: Operands
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B ..."]]:
     """`Kernel.forward`; global attention has no bias."""
-    return _module(task).forward(task, operands)
+    return _modules(task)[0].forward(task, operands)
 
 
 def serves_backward(task: Task) -> bool:
     """True if `backward` serves this number of tokens."""
-    return not isinstance(task.pattern, Global) or _module(task, "_backward").serves(task)
+    return not isinstance(task.pattern, Global) or _modules(task)[1].serves(task)
 
 
 def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple, Array | None]:
     """The backward pass of `Kernel`; global attention has no bias."""
-    return _module(task, "_backward").backward(task, needs, operands)
+    return _modules(task)[1].backward(task, needs, operands)
 
 
-def _module(task: Task, suffix: str = "") -> Any:
-    return importlib.import_module(f"{__package__}.{MODULES[type(task.pattern)]}{suffix}")
+def _modules(task: Task) -> list[Any]:
+    return [importlib.import_module(f"{__package__}.{x}") for x in MODULES[type(task.pattern)]]
 
 
 KERNEL = Kernel("mosaic", forward)

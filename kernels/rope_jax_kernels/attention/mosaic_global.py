@@ -220,11 +220,8 @@ class Forward(Program):
         turns = turns or self.turns(slice_block(opaque(self.block)))
         q = turn(load_rows(queries), turns, self.dtype)
 
-        @pl.when(i + 1 < self.items)
-        def _next() -> None:
-            plgpu.commit_smem()  # the reads are done before the engine writes there
-            self.fetch_queries(i + 1)
-
+        plgpu.commit_smem()  # the reads are done before the engine writes there
+        pl.when(i + 1 < self.items)(lambda: self.fetch_queries(i + 1))
         full = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
         out = [zeros(self.plan.width) for _ in range(0, self.task.head_dim, self.plan.width)]
         carry = full(MASKED), full(0), out

@@ -40,6 +40,7 @@ from rope_jax_kernels.attention.mosaic_program import (
     TILE,
     Program,
     add_products,
+    angle_gradient,
     buffer,
     divide_examples,
     join,
@@ -108,12 +109,11 @@ def launch_backward(task: Task, needs: Needs, arrays: tuple, table: tuple) -> tu
     """The gradients of the data and, where needed, sums of those of the angles, for `in_sets`."""
     q = arrays[0]
     cut = plan(task, q.shape[0], table[0].shape[0] if table else 1)
-    blocks = cut.blocks
-    rows = blocks, cut.pieces, ROWS, WIDTH
+    rows = cut.blocks, cut.pieces, ROWS, WIDTH
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)] * (1 if task.packed else 3)
     if needs.freqs:
-        outputs.append(cut.sums(task, blocks * ROWS, task.pairs))
-    dlogits = (SLOTS, blocks, ROWS, ROWS)
+        outputs.append(cut.sums(task, cut.blocks * ROWS, task.pairs))
+    dlogits = (SLOTS, cut.blocks, ROWS, ROWS)
     # The output is read before the first gradients of logits are written.
     if task.interpret:
         shared = [plgpu.SMEM(dlogits, q.dtype), plgpu.SMEM(rows, q.dtype)]
@@ -124,8 +124,8 @@ def launch_backward(task: Task, needs: Needs, arrays: tuple, table: tuple) -> tu
     scratch = [
         *[buffer(task, rows, q.dtype)] * 4,
         *shared,
-        *[plgpu.SMEM((blocks, ROWS), jnp.float32)] * 2,
-        plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=blocks),
+        *[plgpu.SMEM((cut.blocks, ROWS), jnp.float32)] * 2,
+        plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=cut.blocks),
         plgpu.Barrier(num_arrivals=cut.groups),
     ]
     program = functools.partial(Backward, needs=needs, task=task, plan=cut)
@@ -231,17 +231,15 @@ class Backward(Program):
         the same number.
         """
         for pair in range(0, self.task.pairs, CHUNK) if self.sums is not None else ():
-            block = opaque(block)
-            members = []
-            for first in (pair, self.task.pairs + pair):
-                piece, start = divmod(first, WIDTH)
-                x = plgpu.load(self.rows[operand][1].at[block, piece], layout=TILE)
-                x = x[:, start : start + CHUNK].astype(jnp.float32)
-                members.append((x, gradient[:, first : first + CHUNK]))
-            (a, da), (b, db) = members
+            block, members = opaque(block), (pair, self.task.pairs + pair)
+            held = self.rows[operand][1].at[block]
+            rows = [plgpu.load(held.at[first // WIDTH], layout=TILE) for first in members]
+            starts = [first % WIDTH for first in members]
+            x = [y[:, start : start + CHUNK] for y, start in zip(rows, starts, strict=True)]
+            g = join([gradient[:, first : first + CHUNK] for first in members])
             total = self.select_program(self.sums).at[slice_block(block), pl.ds(pair, CHUNK)]
             before = plgpu.load(total, layout=TILE, optimized=False)
-            total_now = jnp.where(begins, 0, before) + (db * a - da * b)
+            total_now = jnp.where(begins, 0, before) + angle_gradient(join(x), g, CHUNK)
             store(total, total_now, interpret=self.task.interpret)
 
     def prepare(self, block: Array) -> None:

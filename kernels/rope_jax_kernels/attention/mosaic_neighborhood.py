@@ -12,8 +12,11 @@ the bias and the mask, which costs no instruction. In heads of 32, up to a kerne
 hold all logits of a query at once; otherwise the softmax is online.
 """
 
+import dataclasses
 import functools
+import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,31 +30,58 @@ from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention import kernel, mosaic_program
-from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
-from rope_jax_kernels.attention.kernel import Operands
-from rope_jax_kernels.attention.mosaic_neighborhood_launch import (
-    Plan,
-    launch,
-    make_tables,
-    map_of_numbers,
-)
+from rope_jax_kernels.attention import kernel, mosaic_program, neighborhood_boxes
+from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, bounded_bias
+from rope_jax_kernels.attention.kernel import Needs, Operands
 from rope_jax_kernels.attention.mosaic_program import (
     ROW,
     TILE,
+    divide_examples,
     product,
     slice_block,
     spread,
+    swizzle_transforms,
     turn,
+    turning_table,
     zeros,
 )
-from rope_jax_kernels.attention.neighborhood_boxes import FORWARD, ROWS, WARPS
+from rope_jax_kernels.attention.neighborhood_boxes import (
+    FORWARD,
+    KEYS,
+    ROWS,
+    STEP,
+    WARPS,
+    Boxes,
+    Part,
+)
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.mosaic import in_sets, repeat
+from rope_jax_kernels.device import vary_alike
+from rope_jax_kernels.mosaic import in_sets, repeat, store
 
 HELD_COLUMNS = 128  # most of the table of bias and mask in registers, of which they take half
 # Most rows of keys whose logits are in registers together, by head dimension.
 MOST_ROWS = {32: 8, 64: 4}
+
+# Bias in units of log 2 that stands for lower ones. Bias and product are scaled together, by a
+# product and a difference that is rounded once, so that their error grows with the bias.
+LOWEST = -(2.0**20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(mosaic_program.Plan):
+    """The programs of a kernel, each one warpgroup for a tile. Static.
+
+    Attributes:
+        part: the kernel.
+        boxes: its tiles.
+        stages: examples in shared memory at a time.
+        held_sums: sums in shared memory.
+    """
+
+    part: Part
+    boxes: Boxes
+    stages: int
+    held_sums: int
 
 
 def forward(
@@ -68,7 +98,164 @@ def launch_forward(task: Task, arrays: tuple, tables: tuple) -> tuple:
     batch, dtype = arrays[0].shape[0], arrays[0].dtype
     out = jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), dtype)
     outputs = [out, map_of_numbers(task, batch)]
-    return launch(Forward, FORWARD, task, arrays, tables, outputs)
+    return launch(Forward, FORWARD, task, Needs(False, False), arrays, tables, outputs)
+
+
+def cut(part: Part, task: Task) -> Boxes:
+    """The tiles of a kernel."""
+    return neighborhood_boxes.cut(
+        part, task.pattern, task.places, task.head_dim, biased=task.biased
+    )
+
+
+def map_of_numbers(task: Task, batch: int) -> jax.ShapeDtypeStruct:
+    """A map of lse or delta [B, H, N classes, W].
+
+    The copy engine needs rows of whole 16 bytes. There are so many maps that the next row of one is
+    farther than a box is wide: Mosaic GPU would take rows that follow one another for a run of
+    bytes, and copy it without stopping at the end of the map.
+    """
+    dilation = task.pattern.dilation
+    height, width = (n // step for n, step in zip(task.places, dilation, strict=True))
+    width = -(-width // 4) * 4
+    maps = max(task.heads * math.prod(dilation), 1 + cut(KEYS, task).width // width)
+    return jax.ShapeDtypeStruct((batch, height, maps, width), jnp.float32)
+
+
+def make_tables(task: Task, part: Part, turning: tuple, bias: tuple) -> tuple:
+    """Tables of one set for the tiles of a kernel.
+
+    `turning_table` of each tile's tokens followed by those of its box, if q and k turn;
+    `Boxes.table`, if there is a bias.
+    """
+    boxes, unit = cut(part, task), task.scale * float(LOG2E)
+    tokens = jnp.concatenate(boxes.tokens(), axis=1).reshape(-1, 1 + boxes.blocks, ROWS)
+    added = (boxes.table(bounded_bias(x, LOWEST), unit)[None] for x in bias)
+    return *turning_table(turning, tokens), *added
+
+
+def launch(
+    program: Callable,
+    part: Part,
+    task: Task,
+    needs: Needs,
+    arrays: tuple,
+    tables: tuple,
+    outputs: list[jax.ShapeDtypeStruct],
+    written: tuple = (),
+    held_sums: Sequence[tuple[int, ...]] = (),
+) -> tuple:
+    """Launches a kernel on a grid of programs, for `in_sets`.
+
+    Args:
+        program: the class of its programs.
+        part, task: the kernel and the problem.
+        needs: of the backward pass; each program adds up the gradients of its angles for freqs.
+        arrays: operands [B, T, heads, D] in their order, then maps of numbers.
+        tables: of S sets.
+        outputs: those with examples, like the arrays.
+        written: an array like the operands, some of whose heads the kernel replaces.
+        held_sums: shapes of other sums of a program over its examples, in shared memory.
+
+    Returns:
+        What was written; the outputs; float32 sums [S, chunks, tiles, N, *shape], those of the
+        angles last.
+    """
+    batch, dtype = arrays[0].shape[0], arrays[0].dtype
+    boxes, sets = cut(part, task), tables[0].shape[0] if tables else 1
+    sums = [*held_sums, *[(ROWS, task.pairs)] * needs.freqs]
+    summed = sum(map(math.prod, sums))
+    examples = divide_examples(task, boxes.classes * boxes.tiles, batch, sets, sums=summed)
+    stages = min(part.stages(boxes, task.head_dim), examples["items"])
+    plan = Plan(1, **examples, part=part, boxes=boxes, stages=stages, held_sums=len(held_sums))
+    if not task.biased:
+        tables = *tables, boxes.table(None, task.scale)[None]
+    tile, box = (boxes.down.tile, boxes.across.tile), (boxes.height, boxes.width)
+    of_map = box if part.transposed else tile
+    turned = boxes.whole_height if task.pairs else boxes.height, boxes.width
+    held = [tile] * len(part.tiles) + [turned] + [box] * (len(part.boxes) - 1)
+    scratch = [
+        *(rows_buffer(task, (stages, *size), dtype) for size in held),
+        *[numbers_buffer(task, (stages, *of_map))] * part.maps,
+        *[rows_buffer(task, (1, *tile), dtype)] * part.results,
+        *[numbers_buffer(task, (1, *tile))] * part.result_maps,
+    ]
+    copies = [*held, *[of_map] * part.maps]
+    arrivals = sum(rows for rows, _ in copies) if task.interpret else len(copies)
+    scratch.append(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages))
+    scratch += [plgpu.SMEM(shape, jnp.float32) for shape in held_sums]
+    shapes = [jax.eval_shape(functools.partial(widen, task, boxes), x) for x in outputs]
+    shapes += [plan.sums(task, *shape) for shape in sums]
+    arrays, tables, written = vary_alike(arrays, tables, written)
+    changed = [jax.new_ref(widen(task, boxes, x)) for x in written]
+    wide = tuple(widen(task, boxes, x) for x in arrays)
+    make = functools.partial(program, needs=needs, task=task, plan=plan)
+    results = mosaic_program.launch(make, part.name, wide, (*tables, *changed), shapes, scratch)
+    results, summed = results[: len(outputs)], results[len(outputs) :]
+    results = [
+        narrow(task, boxes, x, like.shape)
+        for x, like in zip([*map(jax.freeze, changed), *results], [*written, *outputs], strict=True)
+    ]
+    return (*results, *summed)
+
+
+def widen(task: Task, boxes: Boxes, x: Array) -> Array:
+    """An array [B, T, heads, D] as the copy engine sees it; maps of numbers stay as they are.
+
+    [B, rows, dy, columns, dx * heads * D] has the classes of a dilation apart, in the five
+    dimensions that the engine has at most. Interpret mode has no engine that stops at the end of an
+    array: there are zeros after it, which `narrow` removes.
+    """
+    down, across, (dy, dx) = boxes.down, boxes.across, boxes.dilation
+    if x.dtype != jnp.float32:
+        x = x.reshape(x.shape[0], down.members, dy, across.members, dx * x.shape[2] * x.shape[3])
+    if not task.interpret:
+        return x
+    room = [(0, 0)] * x.ndim
+    room[1] = 0, max(down.tile, boxes.whole_height)
+    room[3] = 0, max(across.tile, boxes.width)
+    return jnp.pad(x, room)
+
+
+def narrow(task: Task, boxes: Boxes, x: Array, shape: tuple[int, ...]) -> Array:
+    """Undoes `widen` for an array that had this shape."""
+    if x.dtype == jnp.float32:
+        return x[:, : shape[1], :, : shape[3]]
+    return x[:, : boxes.down.members, :, : boxes.across.members].reshape(shape)
+
+
+def rows_buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for boxes [stages, rows, columns] of tokens' channels, and views of it.
+
+    For the copy engine; as blocks of 64 slots, if it has whole ones; and as rows of a box, for the
+    matrix units. See `mosaic_program.buffer`.
+    """
+    stages, rows, columns = shape
+    if task.interpret:
+        return plgpu.SMEM((*shape, task.head_dim), dtype)
+    views = [(shape, False)]
+    if rows * columns % ROWS == 0:
+        views.append(((stages, rows * columns // ROWS, ROWS), True))
+    if columns % STEP == 0:
+        views.append((shape, True))
+    return plgpu.RefUnion(
+        *(
+            plgpu.SMEM(
+                (*size, task.head_dim),
+                dtype,
+                transforms=swizzle_transforms(task.head_dim, dtype, tiled=tiled),
+            )
+            for size, tiled in views
+        )
+    )
+
+
+def numbers_buffer(task: Task, shape: tuple[int, ...]) -> Any:
+    """Shared memory for boxes [stages, rows, columns] of numbers, also as [stages, slots]."""
+    if task.interpret:
+        return plgpu.SMEM(shape, jnp.float32)
+    flat = shape[0], shape[1] * shape[2]
+    return plgpu.RefUnion(*(plgpu.SMEM(x, jnp.float32) for x in (shape, flat)))
 
 
 def rename(x: Float[Array, "64 _"], old: Any, new: Any) -> Float[Array, "64 _"]:
@@ -124,8 +311,8 @@ class Program(mosaic_program.Program):
 
     plan: Plan
 
-    def __init__(self, refs: tuple, *, plan: Plan, **terms: Any):
-        part = plan.part
+    def __init__(self, refs: tuple, *, plan: Plan, needs: Needs, **terms: Any):
+        part, self.needs = plan.part, needs
         numbers = [*part.tiles, *part.boxes]
         arrays, written = len(numbers) + part.maps, part.results + part.result_maps
         super().__init__(refs, sources=arrays, plan=plan, **terms)
@@ -159,7 +346,7 @@ class Program(mosaic_program.Program):
         Interpret mode copies each row by itself, because it has no box of several.
         """
         rows, columns = held.shape[:2]
-        y, x = self.start if columns == self.boxes.columns else self.origin
+        y, x = self.start if columns == self.boxes.across.tile else self.origin
         (dy, dx), (class_y, class_x) = self.boxes.dilation, self.residues
         for row in range(rows) if self.task.interpret else [None]:
             down = pl.ds(y, rows) if row is None else y + row
@@ -270,30 +457,28 @@ class Program(mosaic_program.Program):
         """A finished sum of products."""
         return x if self.task.interpret else rename(x, self.layouts[2], TILE)
 
-    def add(
-        self, total: Array, factor: Array, operand: int, stage: Array, rows: list[Array]
-    ) -> Float[Array, "64 D"]:
-        """Adds products with a row of a box, the same number of it for each warp or one of each."""
-        ref = self.held[operand][-1].at[stage]
-        if self.task.interpret:
-            parts = jnp.split(factor, len(rows))
-            terms = [product(x, ref[row]) for x, row in zip(parts, rows, strict=True)]
-            return total + jnp.concatenate(terms)
-        (row,) = rows
-        return plgpu.mma(total, factor, plgpu.load(ref.at[row], layout=self.layouts[1]))
+    def multiply(
+        self,
+        total: Array,
+        factor: Array,
+        operand: int,
+        stage: Array,
+        rows: list[Array],
+        *,
+        by_token: bool = False,
+    ) -> Float[Array, "64 _"]:
+        """Adds products with a row of a box, the same number of it for each warp or one of each.
 
-    def products(
-        self, total: Array, factor: Array, operand: int, stage: Array, rows: list[Array]
-    ) -> Float[Array, "64 width"]:
-        """As `add`, with a row whose tokens are columns; the sum is finished."""
+        They are sums over its tokens, or `by_token` numbers for each of them.
+        """
         ref = self.held[operand][-1].at[stage]
         if self.task.interpret:
-            parts = jnp.split(factor, len(rows))
-            terms = [product(x, ref[row].T) for x, row in zip(parts, rows, strict=True)]
-            return total + jnp.concatenate(terms)
+            parts = [ref[row].T if by_token else ref[row] for row in rows]
+            factors = jnp.split(factor, len(rows))
+            return total + jnp.concatenate([*map(product, factors, parts)])
         (row,) = rows
-        columns = plgpu.load(ref.at[row].transpose((1, 0)), layout=self.layouts[1])
-        return self.total(plgpu.mma(total, factor, columns))
+        part = ref.at[row].transpose((1, 0)) if by_token else ref.at[row]
+        return plgpu.mma(total, factor, plgpu.load(part, layout=self.layouts[1]))
 
     def load_added(self, row: Any) -> Float[Array, "64 width"]:
         """A row of the table of bias and mask."""
@@ -313,8 +498,15 @@ class Program(mosaic_program.Program):
         plgpu.wait_smem_to_gmem(0)
 
     def run_examples(self) -> None:
-        """Computes all examples, whose copies have been started or will be by `finish`."""
-        pl.loop(0, self.items)(self.example)
+        """Computes all examples, and writes the sum of the gradients of their angles.
+
+        Their copies have been started or will be by `finish`.
+        """
+        angles = zeros(self.task.pairs) if self.needs.freqs else ()
+        angles = repeat(self.items, self.example, angles)
+        if self.needs.freqs:
+            total = self.select_program(self.targets[-1])
+            store(total, angles, interpret=self.task.interpret)
 
 
 class Forward(Program):
@@ -338,7 +530,7 @@ class Forward(Program):
             row = part * self.rows + i
             kind, starts = self.boxes.row_kind(row), [x + row for x in self.warp_starts]
             added = self.logit_table[kind] if self.logit_table else self.load_added(kind)
-            logits.append(self.products(added, q, 1, stage, starts))
+            logits.append(self.total(self.multiply(added, q, 1, stage, starts, by_token=True)))
             places.append(starts)
         unit, width = np.float32(self.task.scale * LOG2E), self.boxes.width
         top = jnp.max(functools.reduce(jnp.maximum, logits), axis=1) * unit
@@ -353,10 +545,10 @@ class Forward(Program):
         weights = [jnp.exp2(x * unit - spread(top, width)) for x in logits]
         total += jnp.sum(functools.reduce(operator.add, weights), axis=1)
         for starts, x in zip(places, weights, strict=True):
-            out = self.add(out, self.factor(x.astype(self.dtype)), 2, stage, starts)
+            out = self.multiply(out, self.factor(x.astype(self.dtype)), 2, stage, starts)
         return top, total, out
 
-    def example(self, i: Array) -> None:
+    def example(self, i: Array, nothing: tuple) -> tuple:
         """Computes the tile of the i-th example."""
         _, stage = divide(i, self.plan.stages)
         plgpu.barrier_wait(self.ready.at[stage])
@@ -372,3 +564,4 @@ class Forward(Program):
         out = self.total(out) * spread(1 / total, self.task.head_dim)
         lse = top + jnp.log2(total)
         self.finish(i, stage, [(self.targets[0], 0, out), (self.targets[1], 0, lse)])
+        return nothing

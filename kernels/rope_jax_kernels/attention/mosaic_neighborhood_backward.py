@@ -23,8 +23,8 @@ from jaxtyping import Array
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.kernel import Needs, Operands
-from rope_jax_kernels.attention.mosaic_neighborhood import Program
-from rope_jax_kernels.attention.mosaic_neighborhood_launch import (
+from rope_jax_kernels.attention.mosaic_neighborhood import (
+    Program,
     cut,
     launch,
     make_tables,
@@ -67,13 +67,12 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
         gradients = (dq,)
     partial, dbias = (), None
     if needs.freqs:
-        of_angles = (QUERIES, sums.pop(0)), (KEYS, key_sums[0])
+        of_angles = (QUERIES, sums[-1]), (KEYS, key_sums[0])
         partial = tuple(
             sum_freqs_gradient(x, turning[2], cut(part, task).tokens()[0]) for part, x in of_angles
         )
     if needs.bias:
-        (by_slot,) = sums
-        boxes = cut(QUERIES, task)
+        boxes, by_slot = cut(QUERIES, task), sums[0]
         by_slot = by_slot.sum((0, 1)).reshape(boxes.classes, boxes.tiles, *by_slot.shape[3:])
         dbias = boxes.fold(by_slot.sum(0).swapaxes(3, 4))
     return gradients, partial, dbias
@@ -83,13 +82,9 @@ def launch_queries(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tu
     """The gradient of the queries, delta, and sums of the angles' and the bias', for `in_sets`."""
     q, boxes = arrays[0], cut(QUERIES, task)
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), map_of_numbers(task, q.shape[0])]
-    sums = [(ROWS, task.pairs)] if needs.freqs else []
-    by_slot = (boxes.reach, boxes.width // PIECE, ROWS, PIECE)
-    of_bias = [by_slot] if needs.bias else []
-    program = functools.partial(Queries, needs=needs)
-    return launch(
-        program, QUERIES, task, arrays, tables, outputs, [*sums, *of_bias], held_sums=of_bias
-    )
+    held_sums = [(boxes.reach, boxes.width // PIECE, ROWS, PIECE)] * needs.bias
+    terms = task, needs, arrays, tables, outputs
+    return launch(Queries, QUERIES, *terms, held_sums=held_sums)
 
 
 def launch_keys(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple:
@@ -97,17 +92,15 @@ def launch_keys(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple
     (*data, lse, delta), written = arrays[:6], arrays[6:]
     shape = data[0].shape[0], task.tokens, task.heads, task.head_dim
     outputs = [] if written else [jax.ShapeDtypeStruct(shape, data[0].dtype)] * 2
-    sums = [(ROWS, task.pairs)] if needs.freqs else []
-    program = functools.partial(Keys, needs=needs)
-    return launch(program, KEYS, task, (*data, lse, delta), tables, outputs, sums, written)
+    return launch(Keys, KEYS, task, needs, (*data, lse, delta), tables, outputs, written)
 
 
 class Queries(Program):
     """The gradient of a tile of queries."""
 
-    def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
+    def __init__(self, refs: tuple, **terms: Any):
         super().__init__(refs, **terms)
-        self.needs = needs
+        self.warp_starts = self.starts()
 
     def pieces(self, row: Any) -> list[Any]:
         """The sums of the gradient of the bias of a row of keys, 8 columns each.
@@ -116,7 +109,7 @@ class Queries(Program):
         """
         return [self.held_sums[0].at[row, i] for i in range(self.boxes.width // PIECE)]
 
-    def example(self, i: Array, starts: list[Array], angles: Any) -> Any:
+    def example(self, i: Array, angles: Any) -> Any:
         """Computes the gradient of the i-th example and adds to the sums."""
         _, stage = divide(i, self.plan.stages)
         plgpu.barrier_wait(self.ready.at[stage])
@@ -129,16 +122,19 @@ class Queries(Program):
         unit, width = np.float32(self.task.scale * LOG2E), self.boxes.width
 
         def body(row: Array, dq: Array) -> Array:
-            rows, added = [x + row for x in starts], self.load_added(self.boxes.row_kind(row))
-            logits = self.products(added, q_factor, 1, stage, rows)
-            dweights = self.products(self.sum(zeros(width)), dout, 2, stage, rows)
+            rows = [x + row for x in self.warp_starts]
+            added = self.load_added(self.boxes.row_kind(row))
+            logits = self.multiply(added, q_factor, 1, stage, rows, by_token=True)
+            dweights = self.sum(zeros(width))
+            dweights = self.multiply(dweights, dout, 2, stage, rows, by_token=True)
+            logits, dweights = self.total(logits), self.total(dweights)
             weights = jnp.exp2(logits * unit - spread(lse, width))
             dlogits = weights * (dweights - spread(delta, width))
             for i, piece in enumerate(self.pieces(row) if self.needs.bias else ()):
                 total = plgpu.load(piece, layout=TILE, optimized=False)
                 total += dlogits[:, PIECE * i : PIECE * (i + 1)]
                 store(piece, total, interpret=self.task.interpret)
-            return self.add(dq, self.factor(dlogits.astype(self.dtype)), 1, stage, rows)
+            return self.multiply(dq, self.factor(dlogits.astype(self.dtype)), 1, stage, rows)
 
         dq = repeat(self.boxes.reach, body, self.sum(zeros(self.task.head_dim)))
         dq = self.total(dq) * np.float32(self.task.scale)
@@ -153,51 +149,44 @@ class Queries(Program):
         rows = range(self.boxes.reach if self.needs.bias else 0)
         for piece in (piece for row in rows for piece in self.pieces(row)):
             store(piece, zeros(PIECE), interpret=self.task.interpret)
-        starts, angles = self.starts(), zeros(self.task.pairs) if self.needs.freqs else ()
-        angles = repeat(self.items, lambda i, x: self.example(i, starts, x), angles)
-        if self.needs.freqs:
-            total = self.select_program(self.targets[2])
-            store(total, angles, interpret=self.task.interpret)
+        super().run_examples()
         for row in rows:
             for i, piece in enumerate(self.pieces(row)):
                 total = plgpu.load(piece, layout=TILE, optimized=False)
-                target = self.select_program(self.targets[-1]).at[row, i]
+                target = self.select_program(self.targets[2]).at[row, i]
                 store(target, total, interpret=self.task.interpret)
 
 
 class Keys(Program):
     """The gradients of a tile of keys and values."""
 
-    def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
+    def __init__(self, refs: tuple, **terms: Any):
         super().__init__(refs, **terms)
-        self.needs = needs
         _, *heads = self.task.offsets()
-        if len(self.targets) - needs.freqs == 1:  # the packed gradient, in place
+        if len(self.targets) - self.needs.freqs == 1:  # the packed gradient, in place
             self.gradients = [(self.targets[0], head) for head in heads]
         else:
             self.gradients = [(target, 0) for target in self.targets[:2]]
+        # The rows of queries of this warp; interpreted, all: the table masks those of other warps.
+        self.rows = jnp.int32(0), self.boxes.height - 1
+        if not self.task.interpret:
+            self.rows = self.boxes.rows_of_queries(self.start[0], *self.warps())
 
-    def rows(self) -> tuple[Array, Array | int]:
-        """The first row of queries of a warp, and how many there are."""
-        if self.task.interpret:  # all: the table masks those that are not needed
-            return jnp.int32(0), self.boxes.height
-        (warp,) = self.warps()
-        first, last = self.boxes.rows_of_queries(self.start[0], warp)
-        return first, last + 1 - first
-
-    def example(self, i: Array, rows: tuple[Array, Any], angles: Any) -> Any:
+    def example(self, i: Array, angles: Any) -> Any:
         """Computes the gradients of the i-th example and adds to the sum."""
         _, stage = divide(i, self.plan.stages)
         plgpu.barrier_wait(self.ready.at[stage])
         k = self.turn_tile(self.load(1, stage))
         self.turn_box(0, stage)
         k_factor, v_factor = self.factor(k), self.factor(self.load(2, stage))
-        unit, (first, count) = np.float32(self.task.scale * LOG2E), rows
+        unit, (first, last) = np.float32(self.task.scale * LOG2E), self.rows
 
         def body(step: Array, carry: tuple) -> tuple:
             (dk, dv), row = carry, first + step
-            logits = self.products(self.load_added(row), k_factor, 0, stage, [row])
-            dweights = self.products(self.sum(zeros(self.boxes.width)), v_factor, 3, stage, [row])
+            added, zero = self.load_added(row), self.sum(zeros(self.boxes.width))
+            logits = self.multiply(added, k_factor, 0, stage, [row], by_token=True)
+            dweights = self.multiply(zero, v_factor, 3, stage, [row], by_token=True)
+            logits, dweights = self.total(logits), self.total(dweights)
             lse, delta = (
                 spread(
                     plgpu.load(x[0].at[stage, row], layout=COLUMN, optimized=False),
@@ -208,12 +197,12 @@ class Keys(Program):
             )
             weights = jnp.exp2(logits * unit - lse)
             dlogits = weights * (dweights - delta)
-            dv = self.add(dv, self.factor(weights.astype(self.dtype)), 3, stage, [row])
-            dk = self.add(dk, self.factor(dlogits.astype(self.dtype)), 0, stage, [row])
+            dv = self.multiply(dv, self.factor(weights.astype(self.dtype)), 3, stage, [row])
+            dk = self.multiply(dk, self.factor(dlogits.astype(self.dtype)), 0, stage, [row])
             return dk, dv
 
         start = self.sum(zeros(self.task.head_dim)), self.sum(zeros(self.task.head_dim))
-        dk, dv = repeat(count, body, start)
+        dk, dv = repeat(last + 1 - first, body, start)
         dk, dv = self.total(dk) * np.float32(self.task.scale), self.total(dv)
         if self.needs.freqs:
             angles += angle_gradient(k, dk, self.task.pairs)
@@ -221,12 +210,3 @@ class Keys(Program):
         targets = zip(self.gradients, (dk, dv), strict=True)
         self.finish(i, stage, [(*target, x) for target, x in targets])
         return angles
-
-    def run_examples(self) -> None:
-        """Computes all examples, and writes the sums."""
-        rows = self.rows()
-        angles = zeros(self.task.pairs) if self.needs.freqs else ()
-        angles = repeat(self.items, lambda i, x: self.example(i, rows, x), angles)
-        if self.needs.freqs:
-            total = self.select_program(self.targets[-1])
-            store(total, angles, interpret=self.task.interpret)

@@ -65,29 +65,27 @@ class Plan:
 def divide_examples(
     task: Task, programs: int, batch: int, sets: int, most: int = MOST_ITEMS, sums: int = 0
 ) -> dict[str, int]:
-    """The fields of a `Plan` but its warpgroups; `most` and `sums` as in `items_per_program`."""
-    in_set = batch // sets
-    items = items_per_program(task.heads * programs * sets, in_set, most, sums)
-    return {"programs": programs, "sets": sets, "in_set": in_set, "items": items}
+    """The fields of a `Plan` but its warpgroups.
 
-
-def items_per_program(programs: int, batch: int, most: int = MOST_ITEMS, sums: int = 0) -> int:
-    """Examples of a program, of `programs` that each example needs.
-
-    Chosen to keep all multiprocessors equally busy, counting half an example's time for start-up.
+    Examples of a program are chosen to keep all multiprocessors equally busy, counting half an
+    example's time for start-up.
 
     Args:
-        programs: see above.
-        batch: examples.
+        task: the problem.
+        programs: of an example and a head.
+        batch, sets: examples, and sets of them.
         most: examples of a program, unless all `sums` together would be more than `MOST_SUMS`.
         sums: numbers that each program adds up over its examples and writes.
     """
+    in_set, alone = batch // sets, task.heads * programs * sets
 
     def cost(items: int) -> float:
-        return pl.cdiv(programs * pl.cdiv(batch, items), MULTIPROCESSORS) * (items + 0.5)
+        return pl.cdiv(alone * pl.cdiv(in_set, items), MULTIPROCESSORS) * (items + 0.5)
 
-    items = min(range(1, min(most, batch) + 1), key=cost)
-    return max(items, pl.cdiv(batch, max(1, MOST_SUMS // (programs * sums)))) if sums else items
+    items = min(range(1, min(most, in_set) + 1), key=cost)
+    if sums:
+        items = max(items, pl.cdiv(in_set, max(1, MOST_SUMS // (alone * sums))))
+    return {"programs": programs, "sets": sets, "in_set": in_set, "items": items}
 
 
 def most_groups(task: Task, blocks: int) -> int:
@@ -241,13 +239,15 @@ class Program(abc.ABC):
         count = blocks // self.plan.groups
         return [self.group * count + i for i in range(count)]
 
-    def by_one_warp(self, number: int, start: Callable[[], None]) -> None:
-        """Starts copies by one warp of each warpgroup.
+    def by_one_warp(self, number: int, start: Callable[[], None], *, once: bool = False) -> None:
+        """Starts copies by one warp of each warpgroup, or `once` by one of a program.
 
-        By all of them where `jax.shard_map` tracks what varies: Mosaic GPU cannot separate warps
+        By all warps where `jax.shard_map` tracks what varies: Mosaic GPU cannot separate warps
         there.
         """
-        if self.task.interpret or jax.typeof(self.sources[0]).manual_axis_type.varying:
+        if once and self.plan.groups > 1:
+            pl.when(self.group == 0)(lambda: self.by_one_warp(number, start))
+        elif self.task.interpret or jax.typeof(self.sources[0]).manual_axis_type.varying:
             start()
         else:
             plgpu.warp_map(lambda warp: pl.when(warp == number)(start))

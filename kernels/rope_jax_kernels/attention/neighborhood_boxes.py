@@ -14,13 +14,19 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.attention.patterns import Neighborhood, Pair
-from rope_jax_kernels.attention.slots import ROWS, fold_offsets, look_up_offsets
+from rope_jax_kernels.attention.slots import (
+    ROWS,
+    first_query,
+    fold_offsets,
+    last_query,
+    look_up_offsets,
+    numpy_of,
+)
 
 WARPS = 4
 COLUMNS = (8, 4)  # of a tile that are tried
@@ -63,21 +69,17 @@ class Axis:
     def window(self, query: Any) -> Any:
         """The first key of a query."""
         # As in `kernel`: a class that is no larger has one neighbourhood.
-        return _numpy(query).clip(query - self.kernel // 2, 0, self.members - self.kernel)
+        return numpy_of(query).clip(query - self.kernel // 2, 0, self.members - self.kernel)
 
     def first(self, member: Any) -> Any:
         """The first member of the box that this member of a tile needs."""
-        if not self.transposed:
-            return self.window(member)
-        reach = member - self.kernel + 1 + self.kernel // 2
-        return _numpy(member).where(member < self.kernel, 0, reach)
+        return first_query(member, self.kernel) if self.transposed else self.window(member)
 
     def last(self, member: Any) -> Any:
         """The last one."""
-        if not self.transposed:
-            return self.window(member) + self.kernel - 1
-        at_end = member >= self.members - self.kernel
-        return _numpy(member).where(at_end, self.members - 1, member + self.kernel // 2)
+        if self.transposed:
+            return last_query(member, self.kernel, self.members)
+        return self.window(member) + self.kernel - 1
 
     @functools.cached_property
     def box(self) -> int:
@@ -99,8 +101,8 @@ class Axis:
 
     def kind(self, tile: Any) -> Any:
         """The kind of a tile: those far from the borders are one."""
-        from_end = _numpy(tile).maximum(tile - (self.tiles - 1 - self.high), 0)
-        return _numpy(tile).minimum(tile, self.low) + from_end
+        from_end = numpy_of(tile).maximum(tile - (self.tiles - 1 - self.high), 0)
+        return numpy_of(tile).minimum(tile, self.low) + from_end
 
     @property
     def examples(self) -> np.ndarray:
@@ -131,11 +133,6 @@ class Axis:
         return key - query, attends & (key < self.members) & exists
 
 
-def _numpy(x: Any) -> Any:
-    """The module for arrays like x: plans are made without jax, kernels with it."""
-    return jnp if isinstance(x, jax.Array) else np
-
-
 @dataclasses.dataclass(frozen=True)
 class Boxes:
     """Tiles and boxes of a map. Static.
@@ -150,11 +147,6 @@ class Boxes:
     across: Axis
     dilation: Pair
     biased: bool
-
-    @property
-    def columns(self) -> int:
-        """Columns of a tile."""
-        return self.across.tile
 
     @property
     def lines(self) -> int:
@@ -200,13 +192,13 @@ class Boxes:
         shared = max(self.down.kernel - 1, self.lines - 1)
         if self.biased:
             return row
-        after = _numpy(row).maximum(row - shared, 0)
-        return _numpy(row).minimum(row, self.lines - 1) + after
+        after = numpy_of(row).maximum(row - shared, 0)
+        return numpy_of(row).minimum(row, self.lines - 1) + after
 
     def first_row(self, start: Any, warp: Any) -> Any:
         """Where the rows of keys of a warp begin in the box of a tile that begins at a row."""
         line = start + warp * self.lines
-        minimum = _numpy(line).minimum
+        minimum = numpy_of(line).minimum
         row = self.down.first(minimum(line, self.down.members - 1)) - self.down.first(start)
         return minimum(row, self.height - self.reach)  # so that they end inside of the box
 
@@ -268,7 +260,7 @@ class Boxes:
             for axis, (offset, _) in zip((self.down, self.across), self.offsets(), strict=True)
         ]
         heads = sums.shape[1]
-        tiles, tile = (self.down.tiles, self.across.tiles), (self.down.tile, self.columns)
+        tiles, tile = (self.down.tiles, self.across.tiles), (self.down.tile, self.across.tile)
         sums = sums.reshape(*tiles, heads, self.reach, *tile, self.width)
         sums = sums.transpose(2, 0, 4, 3, 1, 5, 6).reshape(heads, *(x.size for x in offsets))
         return fold_offsets(sums, *map(np.ravel, offsets), (self.down.size, self.across.size))

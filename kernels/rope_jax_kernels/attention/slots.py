@@ -9,8 +9,9 @@ Backward passes also need tiles of keys with blocks of queries: `transpose()`.
 """
 
 import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -87,6 +88,22 @@ def fold_offsets(
     ]
     folded = jnp.einsum("nab,ay,bx->nyx", gradient, *selectors, precision="highest")
     return folded.reshape(len(gradient), -1)
+
+
+def first_query(key: Any, kernel: int) -> Any:
+    """The first query of a neighbourhood that attends to a key; numbers of tokens of a class."""
+    return numpy_of(key).where(key < kernel, 0, key - kernel + 1 + kernel // 2)
+
+
+def last_query(key: Any, kernel: int, members: int) -> Any:
+    """The last one, in a class of so many members."""
+    at_end = key >= members - kernel
+    return numpy_of(key).where(at_end, members - 1, key + kernel // 2)
+
+
+def numpy_of(x: Any) -> Any:
+    """The module for arrays like x: plans are made without jax, kernels with it."""
+    return jnp if isinstance(x, jax.Array) else np
 
 
 def padded_size(n: int) -> int:

@@ -92,10 +92,15 @@ class WindowBoxes:
         last = self.boxes()[-1]
         return -(-(last.slot + last.rows_read * last.size[1]) // ROWS)
 
+    @property
+    def slots(self) -> int:
+        """Slots of a window."""
+        return self.tiles * ROWS
+
     def tokens(self) -> Int[np.ndarray, " slots"]:
         """The token inside its window of each slot, row by row, or the number of them if none."""
         h, w = self.window.size
-        tokens = np.full(self.tiles * ROWS, h * w, np.int32)
+        tokens = np.full(self.slots, h * w, np.int32)
         for box in self.boxes():
             rows, columns = np.indices(box.size)
             inside = (box.place[0] + rows) * w + box.place[1] + columns

@@ -47,12 +47,6 @@ def layouts(tile: tile_sizes.StreamedTile) -> tuple[Any, Any, Any]:
     )
 
 
-def turns(theta: Float[Array, "rows R"]) -> tuple[Float[Array, "rows R"], Float[Array, "rows R"]]:
-    """Cosine and sine of float32 angles, by the rounding that Mosaic GPU has."""
-    to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
-    return cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
-
-
 def outer_angles(
     coords: Any, freqs: Any, place: tuple, shape: tuple[int, int], layouts: tuple[Any, Any, Any]
 ) -> Float[Array, "rows R"]:
@@ -148,7 +142,9 @@ def rotary_kernel(
         start(jnp.int32(i))
     place = (set_index, head, token)
     theta = tile_angles(rows, tile, angles, angle_slot, angles_ready, place)
-    cos, sin = turns(theta)
+    # By the rounding that Mosaic GPU has.
+    to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    cos, sin = cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
     sin = rows.direction * sin
 
     def members(ref: Any, slot: Array, h: int) -> list[Any]:
@@ -185,11 +181,7 @@ def rotary_kernel(
             # one step ago.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             following = i - 1 + tile.slots
-
-            @pl.when((i > 0) & (following < batch))
-            def _refill() -> None:
-                start(following)
-
+            pl.when((i > 0) & (following < batch))(lambda: start(following))
         return dtheta
 
     dtheta = (

@@ -164,19 +164,50 @@ def launch(
     if rows.tile:
         ((_, (tile_rows, items, steps, warps)),) = rows.tile
         tile = tile_sizes.Tile(tile_rows, tile.pairs, items, steps)
-    grid = (pl.cdiv(count, tile.rows), pl.cdiv(batch, tile.batch))
-    shapes = [(x.shape, x.dtype) for x in arrays]
-    *turned, sums = device.shapes_like(arrays[0], *shapes, ((grid[1], count, pairs), jnp.float32))
-    turned, sums = pl.pallas_call(
-        functools.partial(rotary_kernel, rows=rows, tile=tile),
+    operands, outputs = (arrays, angles, saved), [(x.shape, x.dtype) for x in arrays]
+    kernel = functools.partial(rotary_kernel, rows=rows, tile=tile)
+    return run(kernel, "rotary", count, operands, outputs, warps=warps, in_place=in_place)
+
+
+def run(
+    kernel: functools.partial,
+    name: str,
+    count: int,
+    operands: tuple,
+    outputs: list[tuple[tuple[int, ...], Any]],
+    *,
+    warps: int = tile_sizes.WARPS,
+    in_place: bool = False,
+) -> tuple[tuple, Array | None]:
+    """Runs a kernel of operands, targets and sums.
+
+    Args:
+        kernel: with its rows and tile as keywords.
+        name: of the kernel.
+        count: rows that its tiles divide.
+        operands: the arrays, the angles, and the saved inputs or ().
+        outputs: shape and dtype of each target.
+        warps: of a program.
+        in_place: whether the targets take the place of the arrays.
+
+    Returns:
+        The targets, and with saved inputs the sums of the gradient of theta.
+    """
+    arrays, angles, saved = operands
+    rows, tile = kernel.keywords["rows"], kernel.keywords["tile"]
+    grid = (pl.cdiv(count, tile.rows), pl.cdiv(arrays[0].shape[0], tile.batch))
+    sums_shape = grid[1], rows.tokens * rows.heads, angles[-1].shape[-1]
+    *targets, sums = device.shapes_like(arrays[0], *outputs, (sums_shape, jnp.float32))
+    targets, sums = pl.pallas_call(
+        kernel,
         grid=grid,
-        out_shape=(tuple(turned), (sums,) if saved else ()),
+        out_shape=(tuple(targets), (sums,) if saved else ()),
         input_output_aliases={i: i for i in range(len(arrays))} if in_place else {},
         compiler_params=plt.CompilerParams(num_warps=warps),
         interpret=rows.interpret,
-        name="rotary",
-    )((arrays, angles, saved))
-    return turned, sums[0] if saved else None
+        name=name,
+    )(operands)
+    return targets, sums[0] if saved else None
 
 
 KERNEL = Kernel(launch)

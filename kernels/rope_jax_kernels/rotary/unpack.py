@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import device
 from rope_jax_kernels.arithmetic import power_of_two
 from rope_jax_kernels.rotary import reference, tile_sizes, triton
 from rope_jax_kernels.rotary.kernel import Kernel, Rows
@@ -139,26 +138,15 @@ def launch(
         float32 (otherwise None).
     """
     del in_place
-    batch, _, head_dim = arrays[0].shape
-    count, pairs, dtype = rows.tokens * rows.heads, angles[1].shape[2], arrays[0].dtype
-    written = count + rows.padding * rows.heads if len(arrays) == 1 else count
+    (batch, _, head_dim), dtype, pairs = arrays[0].shape, arrays[0].dtype, angles[1].shape[2]
+    unpacks = len(arrays) == 1
+    written = (rows.tokens + (rows.padding if unpacks else 0)) * rows.heads
     tile = plan_tile(batch, written, pairs, head_dim, dtype.itemsize, rows.pairing)
-    grid = (pl.cdiv(written, tile.rows), pl.cdiv(batch, tile.batch))
-    shapes = (
-        [((batch, written, head_dim), dtype)] * 3
-        if len(arrays) == 1
-        else [((batch, 3 * count, head_dim), dtype)]
-    )
-    *moved, sums = device.shapes_like(arrays[0], *shapes, ((grid[1], count, pairs), jnp.float32))
-    moved, sums = pl.pallas_call(
-        functools.partial(moving_kernel, rows=rows, tile=tile),
-        grid=grid,
-        out_shape=(tuple(moved), (sums,) if saved else ()),
-        compiler_params=plt.CompilerParams(num_warps=tile_sizes.WARPS),
-        interpret=rows.interpret,
-        name="rotary_unpack" if len(arrays) == 1 else "rotary_pack",
-    )((arrays, angles, saved))
-    return moved, sums[0] if saved else None
+    kernel = functools.partial(moving_kernel, rows=rows, tile=tile)
+    name, outputs = "rotary_pack", [((batch, 3 * written, head_dim), dtype)]
+    if unpacks:
+        name, outputs = "rotary_unpack", [((batch, written, head_dim), dtype)] * 3
+    return triton.run(kernel, name, written, (arrays, angles, saved), outputs)
 
 
 def back_by_xla(rows: Rows, gradients: tuple, angles: tuple) -> tuple:
