@@ -108,7 +108,7 @@ NEWEST_AOT = attention.py::test_machine_code[ViT-S] attention.py::test_machine_c
 	attention.py::test_machine_code[NAT] attention_mosaic.py::test_machine_code_backward[ViT-S] \
 	rotary.py::test_no_copies_between_projections_and_kernel[learned-triton] \
 	rotary.py::test_no_copies_between_projections_and_kernel[learned-mosaic] \
-	unpack.py::test_backward_is_one_launch[default]
+	unpack.py::test_the_gradient_of_frequencies_comes_from_the_same_pass[default]
 .PHONY: test-newest
 test-newest: .venv-newest/ready
 	ROPE_JAX_TEST_OPTIMIZED=1 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu \

@@ -12,6 +12,7 @@ PACKAGES = (
     ROOT / "rope_jax",
     ROOT / "kernels" / "rope_jax_kernels",
     ROOT / "experiments",
+    ROOT / "benchmarks",
     ROOT / "docs",
 )
 FILES = [

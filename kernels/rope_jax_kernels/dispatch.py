@@ -59,8 +59,8 @@ FROM_AMPERE, HOPPER, HOPPER_AND_BLACKWELL = range(80, 1000), range(90, 100), ran
 #   of a layer on an H200, and by estimate 1.6 to 2.2 times that. XLA's own attention moves 4 times
 #   the bytes.
 # - mosaic for attention: `Neighborhood` in 16 bits, and `Window` where `is_preferred` of its module
-#   says so: on 9.0 its code has 0.6 to 0.9 times the instructions of Triton's (Swin, NAT, README),
-#   no time of either was measured. For 10.x, where XLA is the alternative, it was compiled for
+#   says so: on 9.0 it issues 0.2 to 0.6 times the instructions of Triton (Swin, NAT, README), no
+#   time of either was measured. For 10.x, where XLA is the alternative, it was compiled for
 #   neighbourhoods: no register spills. Rotations and `Global` wait for measurements.
 # - triton for attention: what Mosaic does not serve on 9.0, such as float32. It keeps q, k, v and
 #   the output; XLA also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times

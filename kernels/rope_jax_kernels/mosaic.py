@@ -32,34 +32,48 @@ def repeat(count: Any, body: Callable[[Array, Any], Any], carry: Any) -> Any:
 
 
 def in_sets(
-    launch: Callable[[tuple, tuple], tuple],
+    launch: Callable[[tuple, tuple, int], tuple],
     arrays: tuple,
     tables: tuple,
     *,
     apart: bool = False,
+    sets: int = 1,
 ) -> tuple:
-    """A launch with tables [S, ...] of S sets, equal parts of the examples, and a rule for vmap.
+    """launch(arrays, tables, sets) with a rule for vmap; sets are equal parts of the examples.
 
-    Examples that share their tables become one set, unless something is summed over those of a set:
-    then sets stay `apart`.
+    Tables are [sets, ...], or [1, ...] where all sets share one. Examples that share all tables
+    become one set, unless something is summed over those of a set: then sets stay `apart`.
     """
 
     @jax.custom_batching.custom_vmap
     def run(arrays: tuple, tables: tuple) -> tuple:
-        return launch(arrays, tables)
+        return launch(arrays, tables, sets)
 
     @run.def_vmap
     def _run_batched(
         size: int, is_batched: Any, arrays: tuple, tables: tuple
     ) -> tuple[tuple, tuple]:
         arrays_batched, tables_batched = is_batched
-        if any(tables_batched) or any(x.shape[0] > 1 for x in tables) or apart:
-            tables = merge_mapped(size, tables, tables_batched)
+        tables = tuple(
+            merge_mapped(size, (x,), (b,))[0] if b or len(x) > 1 else x
+            for x, b in zip(tables, tables_batched, strict=True)
+        )
         arrays = merge_mapped(size, arrays, arrays_batched)
-        out = in_sets(launch, arrays, tables, apart=apart)
+        out = in_sets(
+            launch,
+            arrays,
+            tables,
+            apart=apart,
+            sets=sets * size if apart or sets > 1 or any(tables_batched) else 1,
+        )
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
     return run(arrays, tables)
+
+
+def select_shared(index: Array, size: int) -> Array | int:
+    """The index along an axis of this size, which is 1 where all share one element."""
+    return index if size > 1 else 0
 
 
 def merge_mapped(size: int, operands: tuple, batched: tuple) -> tuple:

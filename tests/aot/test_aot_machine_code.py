@@ -14,7 +14,7 @@ from rope_jax_kernels import rotate_by_angles
 from tests.aot.layers import make_layer, train
 from tests.aot.program import budget, read_kernel, tool
 from tests.ptx.capture import compile_kernels
-from tests.ptx.launch import issued
+from tests.ptx.launch import count_issued
 
 pytestmark = pytest.mark.skipif(
     tool("nvdisasm") is None,
@@ -70,7 +70,7 @@ def check(kernels, label, copies, folder):
         path.write_text(launch.ptx)
         kernel = read_kernel(path)
         code = kernel.instructions()
-        times = issued(launch, inputs)
+        times = count_issued(launch, inputs)
         # What is in no line of the PTX begins the kernel.
         per_block = sum(times.get(line, launch.threads / 32) for line, _ in code)
         name = kernel.name.removesuffix("_mosaic_gpu_kernel")
@@ -82,7 +82,7 @@ def check(kernels, label, copies, folder):
             pytest.approx(math.prod(launch.grid) * per_block / ISSUED, rel=0.02),
         ]
         assert kernel.spilled_bytes <= budget(0, elsewhere=256)
-        # They read tables; a rotation computes the sines of 2 or 8 pairs per thread at once.
+        # Attention kernels read tables; a rotation computes 2 or 8 pairs per thread at once.
         sines = sum("0.636619" in text for _, text in code)  # quarter turns of an angle
         assert sines in ((2, 8) if name == "rotary" else (0,))
     rows = recorded_rows(label)

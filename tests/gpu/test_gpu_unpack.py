@@ -23,7 +23,7 @@ def test_unpacking_equals_rotating_the_parts(case):
         assert np.array_equal(bits(x), bits(expected))
 
 
-@pytest.mark.parametrize("case", MODEL_CASES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES + MODEL_CASES[:2], ids=str)
 def test_gradients_agree_with_xla(case):
     """Gradients of data, coords and freqs; two runs are equal bit for bit."""
     qkv, coords, freqs = (

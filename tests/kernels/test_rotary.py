@@ -260,6 +260,23 @@ def test_vmap_over_any_axis(case, interpreted):
             np.testing.assert_allclose(x[i], y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
+def test_nested_vmap_of_gradients(interpreted):
+    """Angles along one axis, data along the other: sets of examples that share some arrays."""
+    coords, freqs = (jnp.asarray(x) for x in draw(11, (3, A), (2, 1, A, 4)))
+    x = jnp.asarray(draw(12, (2, 1, 3, 1, D))[0])
+
+    def loss(implementation, x, freqs):
+        rotation = Rotation(coords, freqs)
+        return sum(jnp.sum(y**3) for y in rotate(x, x, rotation, implementation=implementation))
+
+    def nested(implementation):
+        f = jax.grad(functools.partial(loss, implementation), (0, 1))
+        return jax.jit(jax.vmap(jax.vmap(f, (None, 0)), (0, None)))(x, freqs)
+
+    for y, expected in zip(nested("mosaic"), nested("xla"), strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
 def test_scan_and_remat(implementation):
     """Two layers with different frequencies, as backbones stack them."""
     q, k, coords, freqs = map(

@@ -15,7 +15,7 @@ are the errors of the kernels:
 Modules: `parse` (text to instructions), `program` (instructions to steps, operands), `machine`
 (threads, branches, barriers), `order` (vector clocks), `memory`; the instructions in `arithmetic`,
 `movement`, `synchronization`, `matrices`, `tensor_memory`; `launch` runs one kernel, `capture`
-compiles it. `launch.issued` counts how often each line is issued, on the grid of a real layer.
+compiles it. `launch.count_issued` counts how often each line is issued, at shapes of real layers.
 
 Blocks run together, some thousand threads as one vector, an instruction at a time. A copy by a
 thread (cp.async) takes effect when the thread waits for it, and the completion of a copy by the

@@ -19,6 +19,7 @@ from tests.ptx.order import Findings
 from tests.ptx.program import Program
 
 THREADS_TOGETHER = 4096  # that run as one vector
+SAMPLED = 2048  # threads of which issued instructions are counted
 MAPS = 1 << 32  # address of the tensor maps
 
 
@@ -117,21 +118,29 @@ def emulate(launch: Launch, inputs: list, findings: Findings) -> list:
     return [value if written.all() else Partial(value, written) for value, written in results]
 
 
-def issued(launch: Launch, inputs: list, sample: int = 3) -> dict[int, float]:
+def count_issued(launch: Launch, inputs: list, sample: int | None = None) -> dict[int, float]:
     """Lines of the PTX -> how often one block issues them, by all its warps together.
 
     It is the mean of some blocks, evenly spaced, to which global memory reads as zeros.
 
     Args:
+        launch: the kernel.
         inputs: shapes and dtypes.
-        sample: number of blocks.
+        sample: number of blocks; None for those of `SAMPLED` threads.
+
+    Raises:
+        RuntimeError: the kernel has errors, so that it may not have run to its end.
     """
+    sample = sample or max(1, SAMPLED // launch.threads)
     inputs = [np.zeros(x.shape, x.dtype) for x in inputs]
     arrays, operands = lay_out(launch, inputs)
     count = math.prod(launch.grid)
     blocks = sorted({int((i + 0.5) * count / sample) for i in range(sample)})
-    machine = prepare(launch, blocks, Zeros(arrays), operands, Findings())
+    findings = Findings()
+    machine = prepare(launch, blocks, Zeros(arrays), operands, findings)
     machine.run()
+    if findings:
+        raise RuntimeError(f"{launch.name}: {findings}")
     code = machine.program.kernel.code
     return {x.line: n / len(blocks) for x, n in zip(code, machine.executed, strict=True)}
 

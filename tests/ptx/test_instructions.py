@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from tests.ptx.launch import issued, read_program
+from tests.ptx.launch import count_issued, read_program
 from tests.ptx.snippets import make_launch, run
 
 
@@ -163,7 +163,7 @@ def test_issued_instructions():
         @!%p1 st.global.b32 [%d4], %r4;  // also by the warp that it does nothing for
     """
     launch = make_launch(body, (64,), np.uint32, grid=(4,))
-    times = issued(launch, [np.zeros(1, np.uint32)], sample=2)
+    times = count_issued(launch, [np.zeros(1, np.uint32)], sample=2)
     code = {x.line: " ".join([x.name, *x.operands]) for x in read_program(launch.ptx).kernel.code}
     counted = {code[line]: n for line, n in times.items()}
     assert counted["mov.u32 %r4 %ctaid.x"] == 2

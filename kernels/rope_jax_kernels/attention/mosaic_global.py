@@ -102,10 +102,10 @@ def tokens_of_blocks(task: Task, blocks: int) -> Int[np.ndarray, " slots"]:
     return np.minimum(np.arange(blocks * ROWS), task.tokens - 1)
 
 
-def launch_forward(task: Task, arrays: tuple, table: tuple) -> tuple[Array, ...]:
+def launch_forward(task: Task, arrays: tuple, table: tuple, sets: int) -> tuple[Array, ...]:
     """The output and lse, for `in_sets`."""
     batch, dtype = arrays[0].shape[0], arrays[0].dtype
-    cut = plan(task, batch, table[0].shape[0] if table else 1)
+    cut = plan(task, batch, sets)
     groups, slots, pieces = cut.groups, cut.slots, task.head_dim // cut.width
     counts = [(groups,), (slots, groups), (slots, groups), (groups,)]  # q, k, v and the output
     scratch = [

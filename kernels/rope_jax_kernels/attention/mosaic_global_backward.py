@@ -105,10 +105,12 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     return tuple(gradients), (sum_freqs_gradient(sums, turning[2], tokens[None]),), None
 
 
-def launch_backward(task: Task, needs: Needs, arrays: tuple, table: tuple) -> tuple[Array, ...]:
+def launch_backward(
+    task: Task, needs: Needs, arrays: tuple, table: tuple, sets: int
+) -> tuple[Array, ...]:
     """The gradients of the data and, where needed, sums of those of the angles, for `in_sets`."""
     q = arrays[0]
-    cut = plan(task, q.shape[0], table[0].shape[0] if table else 1)
+    cut = plan(task, q.shape[0], sets)
     rows = cut.blocks, cut.pieces, ROWS, WIDTH
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)] * (1 if task.packed else 3)
     if needs.freqs:

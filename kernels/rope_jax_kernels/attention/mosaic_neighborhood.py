@@ -93,12 +93,12 @@ def forward(
     return in_sets(run, operands.data, tables)
 
 
-def launch_forward(task: Task, arrays: tuple, tables: tuple) -> tuple:
+def launch_forward(task: Task, arrays: tuple, tables: tuple, sets: int) -> tuple:
     """The output and lse, for `in_sets`."""
     batch, dtype = arrays[0].shape[0], arrays[0].dtype
     out = jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), dtype)
     outputs = [out, map_of_numbers(task, batch)]
-    return launch(Forward, FORWARD, task, Needs(False, False), arrays, tables, outputs)
+    return launch(Forward, FORWARD, task, Needs(False, False), arrays, tables, sets, outputs)
 
 
 def cut(part: Part, task: Task) -> Boxes:
@@ -141,6 +141,7 @@ def launch(
     needs: Needs,
     arrays: tuple,
     tables: tuple,
+    sets: int,
     outputs: list[jax.ShapeDtypeStruct],
     written: tuple = (),
     held_sums: Sequence[tuple[int, ...]] = (),
@@ -152,7 +153,7 @@ def launch(
         part, task: the kernel and the problem.
         needs: of the backward pass; each program adds up the gradients of its angles for freqs.
         arrays: operands [B, T, heads, D] in their order, then maps of numbers.
-        tables: of S sets.
+        tables, sets: as `in_sets` has them.
         outputs: those with examples, like the arrays.
         written: an array like the operands, some of whose heads the kernel replaces.
         held_sums: shapes of other sums of a program over its examples, in shared memory.
@@ -161,8 +162,7 @@ def launch(
         What was written; the outputs; float32 sums [S, chunks, tiles, N, *shape], those of the
         angles last.
     """
-    batch, dtype = arrays[0].shape[0], arrays[0].dtype
-    boxes, sets = cut(part, task), tables[0].shape[0] if tables else 1
+    batch, dtype, boxes = arrays[0].shape[0], arrays[0].dtype, cut(part, task)
     sums = [*held_sums, *[(ROWS, task.pairs)] * needs.freqs]
     summed = sum(map(math.prod, sums))
     examples = divide_examples(task, boxes.classes * boxes.tiles, batch, sets, sums=summed)
@@ -469,7 +469,7 @@ class Program(mosaic_program.Program):
     ) -> Float[Array, "64 _"]:
         """Adds products with a row of a box, the same number of it for each warp or one of each.
 
-        They are sums over its tokens, or `by_token` numbers for each of them.
+        They are sums over the row's tokens or, `by_token`, a number for each of them.
         """
         ref = self.held[operand][-1].at[stage]
         if self.task.interpret:
@@ -482,9 +482,10 @@ class Program(mosaic_program.Program):
 
     def load_added(self, row: Any) -> Float[Array, "64 width"]:
         """A row of the table of bias and mask."""
-        set_index = self.set if self.added.shape[0] > 1 else 0
-        ref = self.added.at[set_index, self.kind, self.select_head(self.added, 2), row]
-        return self.sum(plgpu.load(ref, layout=TILE, optimized=False))
+        set_index, head = self.select_shared(self.added, 2)
+        return self.sum(
+            plgpu.load(self.added.at[set_index, self.kind, head, row], layout=TILE, optimized=False)
+        )
 
     def starts(self) -> list[Array]:
         """The first row of keys of a warp."""
@@ -548,7 +549,7 @@ class Forward(Program):
             out = self.multiply(out, self.factor(x.astype(self.dtype)), 2, stage, starts)
         return top, total, out
 
-    def example(self, i: Array, nothing: tuple) -> tuple:
+    def example(self, i: Array, angles: tuple) -> tuple:
         """Computes the tile of the i-th example."""
         _, stage = divide(i, self.plan.stages)
         plgpu.barrier_wait(self.ready.at[stage])
@@ -564,4 +565,4 @@ class Forward(Program):
         out = self.total(out) * spread(1 / total, self.task.head_dim)
         lse = top + jnp.log2(total)
         self.finish(i, stage, [(self.targets[0], 0, out), (self.targets[1], 0, lse)])
-        return nothing
+        return angles

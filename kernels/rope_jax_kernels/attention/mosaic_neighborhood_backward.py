@@ -78,21 +78,24 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     return gradients, partial, dbias
 
 
-def launch_queries(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple:
+def launch_queries(task: Task, needs: Needs, arrays: tuple, tables: tuple, sets: int) -> tuple:
     """The gradient of the queries, delta, and sums of the angles' and the bias', for `in_sets`."""
     q, boxes = arrays[0], cut(QUERIES, task)
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), map_of_numbers(task, q.shape[0])]
     held_sums = [(boxes.reach, boxes.width // PIECE, ROWS, PIECE)] * needs.bias
-    terms = task, needs, arrays, tables, outputs
+    terms = task, needs, arrays, tables, sets, outputs
     return launch(Queries, QUERIES, *terms, held_sums=held_sums)
 
 
-def launch_keys(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple:
+def launch_keys(task: Task, needs: Needs, arrays: tuple, tables: tuple, sets: int) -> tuple:
     """The gradients of keys and values, and sums of the angles', for `in_sets`."""
-    (*data, lse, delta), written = arrays[:6], arrays[6:]
-    shape = data[0].shape[0], task.tokens, task.heads, task.head_dim
-    outputs = [] if written else [jax.ShapeDtypeStruct(shape, data[0].dtype)] * 2
-    return launch(Keys, KEYS, task, needs, (*data, lse, delta), tables, outputs, written)
+    data, written = arrays[:6], arrays[6:]  # with lse and delta
+    out = jax.ShapeDtypeStruct(
+        (len(data[0]), task.tokens, task.heads, task.head_dim), data[0].dtype
+    )
+    return launch(
+        Keys, KEYS, task, needs, data, tables, sets, [] if written else [out] * 2, written
+    )
 
 
 class Queries(Program):

@@ -23,6 +23,7 @@ from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.slots import ROWS
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import MULTIPROCESSORS, vary_alike
+from rope_jax_kernels.mosaic import select_shared
 
 # Interpreted warpgroups are threads that are compiled when they start. They deadlock if other parts
 # of the program hold all threads of the machine; with one warpgroup there is no such thread.
@@ -65,7 +66,7 @@ class Plan:
 def divide_examples(
     task: Task, programs: int, batch: int, sets: int, most: int = MOST_ITEMS, sums: int = 0
 ) -> dict[str, int]:
-    """The fields of a `Plan` but its warpgroups.
+    """The fields of a `Plan` except `groups`.
 
     Examples of a program are chosen to keep all multiprocessors equally busy, counting half an
     example's time for start-up.
@@ -77,14 +78,14 @@ def divide_examples(
         most: examples of a program, unless all `sums` together would be more than `MOST_SUMS`.
         sums: numbers that each program adds up over its examples and writes.
     """
-    in_set, alone = batch // sets, task.heads * programs * sets
+    in_set, per_item = batch // sets, task.heads * programs * sets
 
     def cost(items: int) -> float:
-        return pl.cdiv(alone * pl.cdiv(in_set, items), MULTIPROCESSORS) * (items + 0.5)
+        return pl.cdiv(per_item * pl.cdiv(in_set, items), MULTIPROCESSORS) * (items + 0.5)
 
     items = min(range(1, min(most, in_set) + 1), key=cost)
     if sums:
-        items = max(items, pl.cdiv(in_set, max(1, MOST_SUMS // (alone * sums))))
+        items = max(items, pl.cdiv(in_set, max(1, MOST_SUMS // (per_item * sums))))
     return {"programs": programs, "sets": sets, "in_set": in_set, "items": items}
 
 
@@ -263,9 +264,9 @@ class Program(abc.ABC):
         """The part of this program in an array of `Plan.sums`."""
         return ref.at[self.set, self.chunk, self.place, self.head]
 
-    def select_head(self, ref: Any, axis: int) -> Array | int:
-        """The index of this head in a table that heads may share."""
-        return self.head if ref.shape[axis] > 1 else 0
+    def select_shared(self, ref: Any, axis: int) -> tuple[Array | int, Array | int]:
+        """The indices of this set (axis 0) and head in a table that sets and heads may share."""
+        return select_shared(self.set, ref.shape[0]), select_shared(self.head, ref.shape[axis])
 
     def turns(
         self, *slots: Any, first: int = 0, pairs: int | None = None
@@ -273,7 +274,7 @@ class Program(abc.ABC):
         """Cosines and sines, [64, pairs], of angles of 64 slots of the table, from a pair on."""
         if self.table is None:
             return None
-        place = self.set, self.select_head(self.table, 1), *slots
+        place = *self.select_shared(self.table, 1), *slots
         cos, sin = (
             plgpu.load(
                 self.table.at[*place, pl.ds(x, pairs or self.task.pairs)],

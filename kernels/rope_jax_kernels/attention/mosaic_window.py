@@ -130,10 +130,10 @@ def tokens_of(task: Task, x: Float[Array, "B H W N D"]) -> Float[Array, "B T N D
     return x[:, :height, :width].reshape(x.shape[0], task.tokens, *x.shape[3:])
 
 
-def launch_forward(task: Task, arrays: tuple, tables: tuple) -> tuple[Array, Array]:
+def launch_forward(task: Task, arrays: tuple, tables: tuple, sets: int) -> tuple[Array, Array]:
     """The output and lse, for `in_sets`."""
     dtype, batch = arrays[0].dtype, arrays[0].shape[0]
-    cut = plan(task, batch, tables[-1].shape[0])
+    cut = plan(task, batch, sets)
     scratch = [
         buffer(task, (STAGES, 3, cut.boxes.slots, task.head_dim), dtype),
         buffer(task, (1, cut.boxes.slots, task.head_dim), dtype),
@@ -242,8 +242,12 @@ class Program(mosaic_program.Program):
         windows, (rows, columns) = self.plan.boxes.windows, self.plan.boxes.kinds
         row = jnp.maximum(self.row - (windows[0] - rows), 0)
         kind = row * columns + jnp.maximum(self.column - (windows[1] - columns), 0)
-        place = self.set, kind, self.select_head(self.bias, 2), slice_block(tile), keys
-        return plgpu.load(self.bias.at[place], layout=TILE, optimized=False)
+        set_index, head = self.select_shared(self.bias, 2)
+        return plgpu.load(
+            self.bias.at[set_index, kind, head, slice_block(tile), keys],
+            layout=TILE,
+            optimized=False,
+        )
 
 
 class Forward(Program):
@@ -344,7 +348,9 @@ def backward(task: Task, needs: Needs, operands: Operands) -> tuple[tuple, tuple
     return gradients, partial, boxes.fold(sums[0].sum((0, 1, 2))) if needs.bias else None
 
 
-def launch_backward(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> tuple[Array, ...]:
+def launch_backward(
+    task: Task, needs: Needs, arrays: tuple, tables: tuple, sets: int
+) -> tuple[Array, ...]:
     """The gradients of the data, and partial sums of those of the bias by slot and the angles.
 
     For `in_sets`; the sums are those of `Plan.sums`.
@@ -352,7 +358,7 @@ def launch_backward(task: Task, needs: Needs, arrays: tuple, tables: tuple) -> t
     *arrays, lse = arrays
     dtype, batch = arrays[0].dtype, lse.shape[0]
     sums = make_task_boxes(task).slots ** 2 if needs.bias else 0
-    cut = plan(task, batch, tables[-1].shape[0], MOST_SUMMED, sums)
+    cut = plan(task, batch, sets, MOST_SUMMED, sums)
     heads = [3 * task.heads] if task.packed else [task.heads] * 3
     outputs = [jax.ShapeDtypeStruct((batch, *cut.grid, n, task.head_dim), dtype) for n in heads]
     outputs += [

@@ -25,7 +25,7 @@ from rope_jax_kernels.attention.slots import (
     fold_offsets,
     last_query,
     look_up_offsets,
-    numpy_of,
+    select_numpy,
 )
 
 WARPS = 4
@@ -69,7 +69,7 @@ class Axis:
     def window(self, query: Any) -> Any:
         """The first key of a query."""
         # As in `kernel`: a class that is no larger has one neighbourhood.
-        return numpy_of(query).clip(query - self.kernel // 2, 0, self.members - self.kernel)
+        return select_numpy(query).clip(query - self.kernel // 2, 0, self.members - self.kernel)
 
     def first(self, member: Any) -> Any:
         """The first member of the box that this member of a tile needs."""
@@ -101,8 +101,8 @@ class Axis:
 
     def kind(self, tile: Any) -> Any:
         """The kind of a tile: those far from the borders are one."""
-        from_end = numpy_of(tile).maximum(tile - (self.tiles - 1 - self.high), 0)
-        return numpy_of(tile).minimum(tile, self.low) + from_end
+        from_end = select_numpy(tile).maximum(tile - (self.tiles - 1 - self.high), 0)
+        return select_numpy(tile).minimum(tile, self.low) + from_end
 
     @property
     def examples(self) -> np.ndarray:
@@ -192,13 +192,13 @@ class Boxes:
         shared = max(self.down.kernel - 1, self.lines - 1)
         if self.biased:
             return row
-        after = numpy_of(row).maximum(row - shared, 0)
-        return numpy_of(row).minimum(row, self.lines - 1) + after
+        after = select_numpy(row).maximum(row - shared, 0)
+        return select_numpy(row).minimum(row, self.lines - 1) + after
 
     def first_row(self, start: Any, warp: Any) -> Any:
         """Where the rows of keys of a warp begin in the box of a tile that begins at a row."""
         line = start + warp * self.lines
-        minimum = numpy_of(line).minimum
+        minimum = select_numpy(line).minimum
         row = self.down.first(minimum(line, self.down.members - 1)) - self.down.first(start)
         return minimum(row, self.height - self.reach)  # so that they end inside of the box
 

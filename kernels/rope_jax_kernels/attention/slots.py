@@ -92,16 +92,16 @@ def fold_offsets(
 
 def first_query(key: Any, kernel: int) -> Any:
     """The first query of a neighbourhood that attends to a key; numbers of tokens of a class."""
-    return numpy_of(key).where(key < kernel, 0, key - kernel + 1 + kernel // 2)
+    return select_numpy(key).where(key < kernel, 0, key - kernel + 1 + kernel // 2)
 
 
 def last_query(key: Any, kernel: int, members: int) -> Any:
-    """The last one, in a class of so many members."""
+    """The last query that attends to a key, in a class of this many members."""
     at_end = key >= members - kernel
-    return numpy_of(key).where(at_end, members - 1, key + kernel // 2)
+    return select_numpy(key).where(at_end, members - 1, key + kernel // 2)
 
 
-def numpy_of(x: Any) -> Any:
+def select_numpy(x: Any) -> Any:
     """The module for arrays like x: plans are made without jax, kernels with it."""
     return jnp if isinstance(x, jax.Array) else np
 

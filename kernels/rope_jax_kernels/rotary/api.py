@@ -163,9 +163,9 @@ def unpack_and_rotate(
     """Splits a packed projection into q, k and v, and rotates q and k.
 
     Equal to `rotate` on the parts, as `rotate_qkv` is, followed by tokens of zeros. For attention
-    that needs q, k and v as separate arrays, such as cuDNN's. The kernel's gradient is "xla", which
-    moves the same bytes and sums the gradient of the projection's bias in the same pass, unless
-    coords or freqs are differentiated.
+    that needs q, k and v as separate arrays, such as cuDNN's. XLA computes the gradient of the
+    data, in the pass that sums that of the projection's bias, unless coords or freqs are
+    differentiated.
 
     Example:
         >>> import jax.numpy as jnp

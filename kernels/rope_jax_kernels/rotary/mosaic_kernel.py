@@ -21,8 +21,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import device, mosaic
+from rope_jax_kernels import device
 from rope_jax_kernels.arithmetic import cos_sin, divide
+from rope_jax_kernels.mosaic import repeat, select_shared, store
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Rows
 
@@ -83,8 +84,9 @@ def rotary_kernel(
     """One program: a tile of tokens of one head, of `tile.batch` batch items of one set.
 
     Args:
-        *refs: arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S * L * A] and freqs
-            [S, N or 1, A, R], or theta [S, N or 1, L, R]; saved inputs of the forward pass, if any.
+        *refs: arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S * L * A] or
+            [L * A] and freqs [S or 1, N or 1, A, R], or theta [S or 1, N or 1, L, R]; saved inputs
+            of the forward pass, if any.
             Then the outputs: the turned arrays unless `in_place`, and with saved inputs the
             gradient of theta summed over this program's batch items, [S, G, L, N, R] (or
             [S, G, N, L, R]). Then shared memory: slots of data and of saved data, of the angles,
@@ -169,7 +171,7 @@ def rotary_kernel(
                 u, v = load(members(slots[1][a], slot, h))
                 dtheta = dtheta + (u * y - v * x)
             for half, turned in zip(halves, (x, y), strict=True):
-                mosaic.store(half, turned.astype(half.dtype), interpret=rows.interpret)
+                store(half, turned.astype(half.dtype), interpret=rows.interpret)
         plgpu.commit_smem()
         for a, h, span in places:
             item = window(targets[a], chunk * tile.batch + i, heads[h], span * width, width)
@@ -189,10 +191,10 @@ def rotary_kernel(
         if saved
         else None
     )
-    dtheta = step(jnp.int32(0), dtheta) if batch == 1 else mosaic.repeat(batch, step, dtheta)
+    dtheta = step(jnp.int32(0), dtheta) if batch == 1 else repeat(batch, step, dtheta)
     if saved:
         # The pass turned gradients back: its angle has the opposite sign of the differentiated one.
-        mosaic.store(sum_slot[0], -rows.direction * dtheta, interpret=rows.interpret)
+        store(sum_slot[0], -rows.direction * dtheta, interpret=rows.interpret)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sum_slot[0], window(sums[0], chunk, head, 0, pairs))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -215,13 +217,14 @@ def tile_angles(
         place: set, head and first token of the tile.
     """
     (set_index, head, token), last = place, refs[-1]
-    place = set_index, head if last.shape[1] > 1 else 0
+    place = select_shared(set_index, last.shape[0]), select_shared(head, last.shape[1])
     if len(refs) == 1:
         plgpu.copy_gmem_to_smem(last.at[*place, pl.ds(token, tile.tokens)], slot, ready)
         plgpu.barrier_wait(ready)
         return plgpu.load(slot, layout=layouts(tile)[0], optimized=False).astype(jnp.float32)
     coords, freqs = refs
-    axes, token = freqs.shape[2], set_index * rows.tokens + token
+    axes = freqs.shape[2]
+    token += rows.tokens * select_shared(set_index, coords.size // (rows.tokens * axes))
     if rows.interpret:
         plgpu.copy_gmem_to_smem(coords.at[pl.ds(token, tile.tokens)], slot, ready)
     else:
@@ -249,7 +252,7 @@ def pieces(count: int) -> list[tuple[int, int]]:
 
 
 def launch(
-    rows: Rows, in_place: bool, count: int, arrays: tuple, angles: tuple
+    rows: Rows, in_place: bool, count: int, arrays: tuple, angles: tuple, sets: int
 ) -> tuple[Array, ...]:
     """Turns arrays; for `in_sets`.
 
@@ -258,15 +261,16 @@ def launch(
         in_place: whether the turned arrays take the place of the arrays.
         count: of the arrays that turn; the others are the saved inputs of the forward pass.
         arrays: [B, rows, D].
-        angles: of S sets, coords [S, L, A] and freqs [S, N or 1, A, R] or theta [S, N or 1, L, R].
+        angles: coords [S or 1, L, A] and freqs [S or 1, N or 1, A, R], or theta
+            [S or 1, N or 1, L, R].
+        sets: S.
 
     Returns:
         The turned arrays and, with saved inputs, the partial sums [S, G, L * N, R].
     """
     arrays, saved = arrays[:count], arrays[count:]
-    shape, sets = arrays[0].shape, angles[0].shape[0]
-    items, head_dim = shape[0] // sets, shape[-1]
-    pairs, heads = angles[-1].shape[-1], shape[1] // rows.tokens
+    shape, pairs = arrays[0].shape, angles[-1].shape[-1]
+    items, heads, head_dim = shape[0] // sets, shape[1] // rows.tokens, shape[2]
     is_head_first = rows.order == "NL"
     order = (heads, rows.tokens) if is_head_first else (rows.tokens, heads)
 

@@ -184,7 +184,7 @@ def run(
     Args:
         kernel: with its rows and tile as keywords.
         name: of the kernel.
-        count: rows that its tiles divide.
+        count: rows to divide into tiles.
         operands: the arrays, the angles, and the saved inputs or ().
         outputs: shape and dtype of each target.
         warps: of a program.

@@ -1,9 +1,10 @@
 """Kernels that split a packed projection into rotated q, k and v, and pack them again.
 
 For attention that needs separate operands, such as cuDNN's. The kernel reads and writes every
-channel once, in either direction; the gradient of one direction is the other. Rows, angles and
-their gradient are those of `kernel`. Nothing is in place, so the inputs that the gradient of
-learnable frequencies needs are saved without a copy. Tokens of zeros that an attention needs after
+channel once, in either direction. XLA packs the gradient unless coords or freqs are differentiated;
+then the kernel does, because XLA would read its operands several times. Rows, angles and their
+gradient are those of `kernel`. Nothing is in place, so the inputs that the gradient of learnable
+frequencies needs are saved without a copy. Tokens of zeros that an attention needs after
 the last one are written in the same pass, and not read on the way back.
 """
 
