@@ -71,7 +71,7 @@ def in_sets(
     return run(arrays, tables)
 
 
-def select_shared(index: Array, size: int) -> Array | int:
+def select_shared(index: Array | int, size: int) -> Array | int:
     """The index along an axis of this size, which is 1 where all share one element."""
     return index if size > 1 else 0
 
