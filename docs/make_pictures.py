@@ -21,7 +21,7 @@ from benchmarks._runner import Result
 from docs.results import ROOT, newest, read_results
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import Size
-from rope_jax.evaluate.curves import COLOURS, RESOLUTION, draw_by_resolution, picture
+from rope_jax.evaluate.curves import COLOURS, RESOLUTION, WIDTH, draw_by_resolution, picture
 
 FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
@@ -43,7 +43,7 @@ def draw_by_scheme(figure: Figure, result: Result) -> None:
                 scores = measured[run["position"]].setdefault(tuple(row["resolution"]), [])
                 scores.append(100 * row["top1"])
     curves = {scheme: curve for scheme, curve in measured.items() if curve}
-    label = "top-1 accuracy (%), 95 % interval over seeds"
+    label = "top-1 (%), 95 % interval over seeds"
     plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
 
 
@@ -60,22 +60,24 @@ def draw_by_rule(figure: Figure, result: Result) -> None:
             size = tuple(row["resolution"])
             for rule in RULES if size == trained else {row["rule"]} & curves.keys():
                 curves[rule].setdefault(size, []).append(100 * row["score"])
-    plots = figure.subplots(1, len(schemes), sharey=True)
-    for axes, (scheme, curves) in zip(plots, schemes.items(), strict=True):
+    plots = figure.subplots(-(-len(schemes) // 2), 2, sharex=True, sharey=True)
+    for axes, (scheme, curves) in zip(plots.flat, schemes.items(), strict=True):
         plot(axes, curves)
         axes.set_title(scheme, fontsize=9)
-        axes.tick_params("x", labelsize=7, labelrotation=90)
-    figure.supxlabel(RESOLUTION, fontsize=9)
-    plots[0].set_ylabel("top-1 accuracy (%), 95 % interval")
+        axes.tick_params("x", labelrotation=90)
+    for axes in plots[:, 0]:
+        axes.set_ylabel("top-1 (%), 95 % interval")
+    for axes in plots[-1]:
+        axes.set_xlabel("pixels; grey: training")
 
 
 def plot(axes: Axes, curves: Curves) -> None:
-    """Plots the mean over seeds and its interval, with the curves shifted sideways."""
+    """Plots the mean over seeds and its interval."""
     means = {
         name: {size: student(values) for size, values in curve.items()}
         for name, curve in curves.items()
     }
-    draw_by_resolution(axes, means, aside=0.3)
+    draw_by_resolution(axes, means)
 
 
 def draw_claims(figure: Figure, result: Result) -> None:
@@ -103,10 +105,7 @@ def draw_claims(figure: Figure, result: Result) -> None:
         axes.grid(axis="x")
     for name, colour in VERDICTS.items():
         plots[0].plot([], [], "o", color=colour, label=name)
-    plots[-1].set_xlabel(
-        "difference in points, 95 % interval over seeds; shown if right of the grey line",
-        fontsize=9,
-    )
+    plots[-1].set_xlabel("difference in points, 95 % interval")
 
 
 class Picture(NamedTuple):
@@ -124,7 +123,7 @@ class Picture(NamedTuple):
     part: str
     title: str
     draw: Callable[[Figure, Result], None]
-    height: float = 4.0
+    height: float = 4.2
 
 
 PICTURES = [
@@ -142,7 +141,11 @@ PICTURES = [
     ),
     Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", draw_claims, 7.9),
     Picture(
-        "rules.png", "fashion", "Rotary embeddings beyond the training resolution", draw_by_rule
+        "rules.png",
+        "fashion",
+        "Rotary embeddings beyond the training resolution",
+        draw_by_rule,
+        6.0,
     ),
 ]
 
@@ -170,7 +173,7 @@ def main() -> None:
     """Draws the pictures that are not up to date."""
     for spec, result in stale(read_results()):
         path = FOLDER / spec.file
-        with picture(path, spec.title, (7.2, spec.height), dpi=100) as figure:
+        with picture(path, spec.title, (WIDTH, spec.height), below=True, dpi=140) as figure:
             spec.draw(figure, result)
         text = PngInfo()
         text.add_text(CHECKSUM, checksum(result))

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from rope_jax.analysis.attention import token_at
 from rope_jax.analysis.comparison import Estimates
 from rope_jax.analysis.intervals import Estimate
-from rope_jax.evaluate.curves import COLOURS, diagram, picture
+from rope_jax.evaluate.curves import COLOURS, WIDTH, diagram, picture
 from rope_jax.names.text import size_text
 
 
@@ -237,7 +237,7 @@ def overlays(
     title: str,
     place: tuple[float, float] | None,
 ) -> None:
-    """Draws an image, then each map over the image, in its own range.
+    """Draws an image, then each map over the image, relative to its largest value.
 
     Args:
         image: [H, W, 3].
@@ -248,7 +248,7 @@ def overlays(
             on the image, that of the first map's token. None for no mark.
     """
     height, width = image.shape[:2]
-    sizes = {"columns": 5, "panel": (1.9, 1.9 * height / width + 0.25), "margins": (0.0, 0.4)}
+    sizes = {"columns": 5, "panel": (1.9, 1.9 * height / width + 0.25), "margins": (0.9, 0.4)}
     with _panels(path, title, ["image", *maps], **sizes) as all_axes:
         first = next(iter(maps.values()))
         for number, (axes, values) in enumerate(
@@ -261,13 +261,15 @@ def overlays(
             }
             axes.imshow(image, **placement)
             if number > 0:
-                axes.imshow(
-                    values, cmap="inferno", alpha=0.65, interpolation="bilinear", **placement
-                )
+                colours = {"cmap": "inferno", "alpha": 0.65, "vmin": 0, "vmax": 1}
+                relative = values / max(values.max(), np.finfo(np.float32).tiny)
+                drawn = axes.imshow(relative, interpolation="bilinear", **colours, **placement)
             if place is not None:
                 row, column = token_at(place, values.shape)
                 axes.plot(column, row, "+", color="cyan", markersize=9, markeredgewidth=2)
             axes.set_axis_off()
+        label = "weight / largest of the map"
+        axes.figure.colorbar(drawn, ax=all_axes, fraction=0.05, aspect=25, label=label)
 
 
 def costs(
@@ -280,7 +282,7 @@ def costs(
         path: of the PNG file.
         title: of the picture.
     """
-    with picture(path, title, (7.2, 1.1 + 0.3 * len(added))) as figure:
+    with picture(path, title, (WIDTH, 1.1 + 0.3 * len(added))) as figure:
         all_axes = figure.subplots(1, 2, sharey=True)
         labels = ("added parameters", "added operations per image")
         for axes, label, numbers in zip(

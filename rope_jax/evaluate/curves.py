@@ -17,8 +17,9 @@ from rope_jax.evaluate.results import Row, main_score, score_name
 from rope_jax.names.text import size_text
 from rope_jax.system.files import write_file
 
-# Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish,
+# with a brown in place of its yellow, which is pale on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F5F00")
 MARKERS = list("osD^vPX*")
 _STYLE = {
     "axes.labelsize": 9,
@@ -35,6 +36,7 @@ _STYLE = {
     "ytick.labelsize": 8,
 }
 RESOLUTION = "test resolution (pixels; grey: training resolution)"
+WIDTH = 5.4  # inches of a picture: text of 9 points can be read where it is 390 pixels wide
 
 
 def available() -> bool:
@@ -49,17 +51,19 @@ def picture(
     size: tuple[float, float],
     *,
     legend: str | None = None,
+    below: bool = False,
     dpi: int = 150,
 ) -> Iterator[Any]:
     """Yields a matplotlib figure, and writes it to a PNG file at the end.
 
-    Labelled curves of the first diagram are listed in a legend on the right.
+    Labelled curves of the first diagram are listed in a legend on the right, or below.
 
     Args:
         path: of the PNG file.
         title: of the picture.
         size: (width, height) in inches.
         legend: title of the legend.
+        below: whether the legend is below, in place of a label of the whole figure.
         dpi: pixels per inch.
     """
     from matplotlib import rc_context
@@ -71,7 +75,9 @@ def picture(
         yield figure
         handles, labels = figure.axes[0].get_legend_handles_labels()
         if labels:
-            figure.legend(handles, labels, loc="outside right center", title=legend)
+            columns = max(1, int(11 * size[0] / (6 + max(map(len, labels))))) if below else 1
+            place = "outside lower center" if below else "outside right center"
+            figure.legend(handles, labels, loc=place, title=legend, ncols=columns)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=dpi)
     write_file(path, content.getvalue())
@@ -88,7 +94,7 @@ def diagram(
     legend: str | None = None,
 ) -> Iterator[Any]:
     """The axes of a picture with one diagram; `x` and `y` are their labels, with units."""
-    with picture(path, title, (7.2, height), legend=legend) as figure:
+    with picture(path, title, (WIDTH, height), legend=legend, below=True) as figure:
         axes = figure.add_subplot(xlabel=x, ylabel=y)
         axes.grid()
         yield axes
@@ -122,26 +128,27 @@ def accuracy_against_resolution(
 def draw_by_resolution(
     axes: Any,
     curves: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
-    *,
-    aside: float = 0.0,
 ) -> None:
     """Draws scores over test resolution, one line per name.
 
-    Resolutions that are not square are placed at the square root of their area. A grey band marks
-    the training resolution.
+    Resolutions that are not square are placed at the square root of their area, and named above
+    their points. A grey band marks the training resolution.
 
     Args:
         axes: of matplotlib.
         curves: name -> resolution, that of training first -> (score, half the width of its
             interval), or (score,) alone.
-        aside: pixels between neighbouring lines, so that their intervals do not overlap.
     """
-    ticks = {}
-    for number, (name, curve) in enumerate(curves.items()):
+    highest: dict[tuple[int, int], float] = {}
+    for name, curve in curves.items():
         sides = {size: math.sqrt(math.prod(size)) for size in curve}
-        shift = aside * (number - (len(curves) - 1) / 2)
-        points = sorted((sides[size] + shift, *point) for size, point in curve.items())
+        points = sorted((sides[size], *point) for size, point in curve.items())
         axes.errorbar(*np.transpose(points), label=name, elinewidth=0.8)
         axes.axvline(next(iter(sides.values())), color="0.85", linewidth=8, zorder=0)
-        ticks |= {side: str(h) if h == w else size_text((h, w)) for (h, w), side in sides.items()}
-    axes.set_xticks(list(ticks), ticks.values())
+        highest |= {size: max(sum(x), highest.get(size, 0.0)) for size, x in curve.items()}
+    axes.margins(y=0.1)
+    axes.set_xticks(sorted({h for h, w in highest if h == w}))
+    for (h, w), top in highest.items():
+        if h != w:
+            above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(size_text((h, w)), (math.sqrt(h * w), top), **above, fontsize=8)
