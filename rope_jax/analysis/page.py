@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-  max-width: 60rem; margin: 0 auto; padding: 1rem; }
+  max-width: 75rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 img { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
 figcaption { color: #555; font-size: 0.9rem; }
 table { border-collapse: collapse; font-size: 0.9rem; width: 100%; }
 th, td { padding: 0.3rem 0.5rem; border-bottom: 1px solid #ddd; text-align: left;
-  vertical-align: top; overflow-wrap: anywhere; }
+  vertical-align: top; }
+td { overflow-wrap: anywhere; }  /* not headers, whose words stay whole */
 td small { display: block; white-space: nowrap; color: #555; }
 @media (max-width: 45rem) {  /* a row becomes a list of its cells, with the names of the columns */
   thead { display: none; }
