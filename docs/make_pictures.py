@@ -83,11 +83,12 @@ def plot(axes: Axes, curves: Curves) -> None:
 def draw_claims(figure: Figure, result: Result) -> None:
     """Plots the difference of each claim with its interval, and the threshold of the claim.
 
-    They are those of the result's table of verdicts, in tenths of a point.
+    They are those of the result's table of verdicts, in tenths of a point; schemes without a model
+    are those of the ViT.
     Differences beyond the training resolution are much larger, and have a separate plot.
     """
     points = [
-        (claim.replace("`", "").replace(" with ", ", "), *verdict.groups())
+        (claim.replace("`", "").replace("vit with ", "").replace(" with ", ", "), *verdict.groups())
         for claim, _, verdicts in result["tables"][1]["rows"]
         for verdict in VERDICT.finditer(verdicts)
     ]
@@ -105,7 +106,7 @@ def draw_claims(figure: Figure, result: Result) -> None:
         axes.grid(axis="x")
     for name, colour in VERDICTS.items():
         plots[0].plot([], [], "o", color=colour, label=name)
-    plots[-1].set_xlabel("difference in points, 95 % interval")
+    plots[-1].set_xlabel("difference in points, 95 % interval", fontsize=9)
 
 
 class Picture(NamedTuple):

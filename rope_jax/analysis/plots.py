@@ -50,7 +50,7 @@ def differences(
     """
     sizes = list(dict.fromkeys(size for by_size in estimates.values() for size in by_size))
     title, x = f"Difference from {base} (95 % intervals)", f"{score}, percentage points"
-    height = 1.2 + 0.16 * len(estimates) * (len(sizes) + 1)
+    height = 1.8 + 0.18 * len(estimates) * (len(sizes) + 1)
     with diagram(path, title, x, "", height=height, legend="pixels") as axes:
         for number, size in enumerate(sizes):
             shown = [by_size.get(size, Estimate(math.nan)) for by_size in estimates.values()]
@@ -62,7 +62,7 @@ def differences(
             )
         axes.axvline(0, color="0.4", linewidth=1)
         axes.set_yticks(range(len(estimates)), estimates)
-        axes.invert_yaxis()
+        axes.set_ylim(len(estimates) - 0.5, -0.5)
 
 
 def values_by_layer(

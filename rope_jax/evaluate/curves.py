@@ -22,21 +22,21 @@ from rope_jax.system.files import write_file
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F5F00")
 MARKERS = list("osD^vPX*")
 _STYLE = {
-    "axes.labelsize": 9,
+    "axes.labelsize": 10,
     "axes.prop_cycle": f"cycler(color={COLOURS}, marker={MARKERS})",
-    "axes.titlesize": 8,
+    "axes.titlesize": 9,
     "errorbar.capsize": 2,
-    "figure.labelsize": 9,
-    "figure.titlesize": 10,
+    "figure.labelsize": 10,
+    "figure.titlesize": 11,
     "grid.alpha": 0.3,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10,
     "legend.frameon": False,
     "lines.markersize": 5,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
 }
 RESOLUTION = "test resolution (pixels; grey: training resolution)"
-WIDTH = 5.4  # inches of a picture: text of 9 points can be read where it is 390 pixels wide
+WIDTH = 5.4  # inches of a picture: text of 10 points can be read where it is 390 pixels wide
 
 
 def available() -> bool:
@@ -75,7 +75,7 @@ def picture(
         yield figure
         handles, labels = figure.axes[0].get_legend_handles_labels()
         if labels:
-            columns = max(1, int(11 * size[0] / (6 + max(map(len, labels))))) if below else 1
+            columns = max(1, int(10 * size[0] / (6 + max(map(len, labels))))) if below else 1
             place = "outside lower center" if below else "outside right center"
             figure.legend(handles, labels, loc=place, title=legend, ncols=columns)
         content = io.BytesIO()
