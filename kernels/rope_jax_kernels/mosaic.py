@@ -55,7 +55,12 @@ def in_sets(
     ) -> tuple[tuple, tuple]:
         arrays_batched, tables_batched = is_batched
         tables = tuple(
-            merge_mapped(size, (x,), (b,))[0] if b or len(x) > 1 else x
+            # What is mapped here may be shared by the sets of an inner vmap.
+            jnp.broadcast_to(x, (size, sets, *x.shape[2 if b else 1 :])).reshape(
+                -1, *x.shape[2 if b else 1 :]
+            )
+            if b or len(x) > 1
+            else x
             for x, b in zip(tables, tables_batched, strict=True)
         )
         arrays = merge_mapped(size, arrays, arrays_batched)

@@ -261,17 +261,18 @@ def test_vmap_over_any_axis(case, interpreted):
 
 
 def test_nested_vmap_of_gradients(interpreted):
-    """Angles along one axis, data along the other: sets of examples that share some arrays."""
-    coords, freqs = (jnp.asarray(x) for x in draw(11, (3, A), (2, 1, A, 4)))
+    """Frequencies along the inner axis, data and coordinates along the outer one."""
+    coords, freqs = (jnp.asarray(x) for x in draw(11, (2, 3, A), (2, 1, A, 4)))
     x = jnp.asarray(draw(12, (2, 1, 3, 1, D))[0])
 
-    def loss(implementation, x, freqs):
+    def loss(implementation, x, coords, freqs):
         rotation = Rotation(coords, freqs)
         return sum(jnp.sum(y**3) for y in rotate(x, x, rotation, implementation=implementation))
 
     def nested(implementation):
-        f = jax.grad(functools.partial(loss, implementation), (0, 1))
-        return jax.jit(jax.vmap(jax.vmap(f, (None, 0)), (0, None)))(x, freqs)
+        f = jax.grad(functools.partial(loss, implementation), (0, 2))
+        inner = jax.vmap(f, (None, None, 0))
+        return jax.jit(jax.vmap(inner, (0, 0, None)))(x, coords, freqs)
 
     for y, expected in zip(nested("mosaic"), nested("xla"), strict=True):
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
