@@ -160,8 +160,10 @@ def test_marks_are_in_the_middle_of_tokens(figures, tmp_path, place, crosses):
     maps = {"layer 1": np.zeros((4, 6)), "layer 2": np.zeros((2, 3))}
     path = tmp_path / "maps.png"
     plots.overlays(np.zeros((8, 12, 3), np.uint8), maps, path, title="", place=place)
-    assert [tuple(axes.lines[0].get_xydata()[0]) for axes in figures[0].axes] == crosses
-    for axes, (rows, columns) in zip(figures[0].axes, [(4, 6), (4, 6), (2, 3)], strict=True):
+    *panels, bar = figures[0].axes
+    assert bar.get_ylabel() == "weight / largest of the map"
+    assert [tuple(axes.lines[0].get_xydata()[0]) for axes in panels] == crosses
+    for axes, (rows, columns) in zip(panels, [(4, 6), (4, 6), (2, 3)], strict=True):
         assert axes.images[0].get_extent() == [-0.5, columns - 0.5, rows - 0.5, -0.5]
 
 
