@@ -1,15 +1,14 @@
 """Draws the pictures of the documentation: `python -m docs.make_pictures`, or `make tables`.
 
-Each picture shows a result `evidence_*.json` of experiments/results, whose checksum is stored in
-the picture. A picture of another result is drawn again. Accuracies are means over seeds with 95 %
-intervals.
+Each picture shows a result of experiments/results, whose checksum is stored in the picture. A
+picture of another result is drawn again. Scores are means over seeds with 95 % intervals.
 """
 
 import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -22,6 +21,7 @@ from docs.results import ROOT, newest, read_results
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import Size
 from rope_jax.evaluate.curves import COLOURS, RESOLUTION, WIDTH, draw_by_resolution, picture
+from rope_jax.evaluate.results import main_score, score_name
 
 FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
@@ -35,15 +35,15 @@ Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds,
 
 
 def draw_by_scheme(figure: Figure, result: Result) -> None:
-    """Plots accuracy over resolution, with a curve per scheme of a ViT."""
+    """Plots the score over resolution, with a curve per scheme of a ViT."""
     measured: Curves = {scheme: {} for scheme in CURVES}
     for run in result["runs"]:
-        if run["backbone"] == "vit" and run["position"] in measured:
+        if run.get("backbone", "vit") == "vit" and run["position"] in measured:
             for row in run["eval"]:
                 scores = measured[run["position"]].setdefault(tuple(row["resolution"]), [])
-                scores.append(100 * row["top1"])
+                scores.append(100 * row[main_score(row)])
     curves = {scheme: curve for scheme, curve in measured.items() if curve}
-    label = "top-1 (%), 95 % interval over seeds"
+    label = f"{score_name(row)} (%), 95 % interval over seeds"
     plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
 
 
@@ -114,14 +114,16 @@ class Picture(NamedTuple):
 
     Attributes:
         file: file name in docs/images.
-        part: part of the evidence experiment.
+        experiment: whose newest result it shows.
+        settings: of this result.
         title: title, also used as alternative text.
-        draw: draws a result of this part.
+        draw: draws a result.
         height: in inches.
     """
 
     file: str
-    part: str
+    experiment: str
+    settings: Mapping[str, str]
     title: str
     draw: Callable[[Figure, Result], None]
     height: float = 4.2
@@ -129,21 +131,38 @@ class Picture(NamedTuple):
 
 PICTURES = [
     Picture(
+        "scenes.png",
+        "scenes",
+        {},
+        "Segmentation with a small ViT: mIoU by scheme and resolution",
+        draw_by_scheme,
+    ),
+    Picture(
         "fashion.png",
-        "fashion",
+        "evidence",
+        {"part": "fashion"},
         "A small ViT on Fashion-MNIST: accuracy by scheme and resolution",
         draw_by_scheme,
     ),
     Picture(
         "fashion_crops.png",
-        "fashion_crops",
+        "evidence",
+        {"part": "fashion_crops"},
         "A small ViT on Fashion-MNIST, trained on random crops",
         draw_by_scheme,
     ),
-    Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", draw_claims, 7.9),
+    Picture(
+        "claims.png",
+        "evidence",
+        {"part": "fashion"},
+        "The papers' claims on Fashion-MNIST",
+        draw_claims,
+        7.9,
+    ),
     Picture(
         "rules.png",
-        "fashion",
+        "evidence",
+        {"part": "fashion"},
         "Rotary embeddings beyond the training resolution",
         draw_by_rule,
         6.0,
@@ -166,8 +185,8 @@ def is_current(path: pathlib.Path, result: Result) -> bool:
 
 def stale(results: Sequence[Result]) -> list[tuple[Picture, Result]]:
     """Pictures that were not drawn from these results, and their results."""
-    latest = {x: newest(results, "evidence", part=x.part)[0] for x in PICTURES}
-    return [(x, result) for x, result in latest.items() if not is_current(FOLDER / x.file, result)]
+    latest = [(x, newest(results, x.experiment, **x.settings)[0]) for x in PICTURES]
+    return [(x, result) for x, result in latest if not is_current(FOLDER / x.file, result)]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from docs.results import ROOT
+from experiments.evidence import in_words
 from rope_jax.names.text import markdown_table
 from rope_jax.papers import published
 from rope_jax.papers.claims import Claim
@@ -98,9 +99,6 @@ def late_claims() -> str:
         for side in claim.at:
             one = dataclasses.replace(claim, at=(side,), models=("vit",))
             (verdict,) = one.judge(list(runs), value, after_the_fact=True)
-            low, high = verdict["interval"]
-            cells[side] = (
-                f"{verdict['difference']:+.1f} ± {(high - low) / 2:.1f}, {verdict['verdict']}"
-            )
+            cells[side] = in_words(verdict)
         rows.append([f"`{claim.better}` above `{claim.worse}`", *cells.values()])
     return markdown_table(["claim", *(f"{side * 28 // 224} px" for side in sides)], rows)
