@@ -56,9 +56,7 @@ def in_sets(
         arrays_batched, tables_batched = is_batched
         tables = tuple(
             # What is mapped here may be shared by the sets of an inner vmap.
-            jnp.broadcast_to(x, (size, sets, *x.shape[2 if b else 1 :])).reshape(
-                -1, *x.shape[2 if b else 1 :]
-            )
+            jnp.broadcast_to(x, (size, sets, *x.shape[1 + b :])).reshape(-1, *x.shape[1 + b :])
             if b or len(x) > 1
             else x
             for x, b in zip(tables, tables_batched, strict=True)
@@ -83,8 +81,7 @@ def select_shared(index: Array | int, size: int) -> Array | int:
 
 def merge_mapped(size: int, operands: tuple, batched: tuple) -> tuple:
     """Merges the mapped dimension of operands, of this size, into the first one, for vmap rules."""
-    wide = [
-        x if b else jnp.broadcast_to(x, (size, *x.shape))
+    return tuple(
+        (x if b else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + b :])
         for x, b in zip(operands, batched, strict=True)
-    ]
-    return tuple(x.reshape(-1, *x.shape[2:]) for x in wide)
+    )
