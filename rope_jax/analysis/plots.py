@@ -302,8 +302,12 @@ def costs(
             all_axes, labels, np.transpose(list(added.values())), strict=True
         ):
             bars = axes.barh(list(added), [number or 0 for number in numbers], color=COLOURS[0])
-            texts = ["not counted" if number is None else f"{number:,}" for number in numbers]
-            axes.bar_label(bars, texts, padding=3, fontsize=7)
+            axes.bar_label(
+                bars,
+                ["not counted" if number is None else f"{number:,}" for number in numbers],
+                padding=3,
+                fontsize=7,
+            )
             axes.margins(x=0.3)
             axes.set_xlabel(label)
         all_axes[0].invert_yaxis()
@@ -325,8 +329,7 @@ def frequencies_before_and_after(
     """
     names = [f"layer {layer + 1}" for layer in range(len(after))]
     reach = 1.05 * max(abs(before).max(), abs(after).max())
-    sizes = {"columns": 4, "panel": (2.1, 2.1), "margins": (1.2, 0.6)}
-    with _panels(path, title, names, **sizes) as all_axes:
+    with _panels(path, title, names, columns=4, panel=(2.1, 2.1), margins=(1.2, 0.6)) as all_axes:
         for axes, old, new in zip(all_axes, before, after, strict=True):
             for freqs, marker, colour, label in (
                 (old, ".", "0.6", "before"),

@@ -92,16 +92,16 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *, load_plugins: bool = True, **options: Any):
         super().__init__(formatter_class=Help, **options)
         self.register("type", pathlib.Path, _path)
-        if not load_plugins:
-            return
-        self.add_argument(
-            "--plugins",
-            action=_LoadPlugin,
-            default=argparse.SUPPRESS,
-            metavar="MODULE",
-            help="import your schemes, models and sources, see rope_jax.names.plugins; repeatable",
-        )
-        plugins.load_installed()
+        if load_plugins:
+            self.add_argument(
+                "--plugins",
+                action=_LoadPlugin,
+                default=argparse.SUPPRESS,
+                metavar="MODULE",
+                help="import your schemes, models and sources, see rope_jax.names.plugins; "
+                "repeatable",
+            )
+            plugins.load_installed()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         """Parses as `argparse` does; a process that reads `sys.argv` survives a closed output."""

@@ -43,9 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         size = image_pair(flags.image_size or find_model(flags.name).image_size)
         rows = cost(nnx.eval_shape(make), size, depth=flags.depth)
-    parameters, multiply_adds = (
-        sum(getattr(row, field) for row in rows) for field in ("parameters", "multiply_adds")
-    )
-    rows.append(Cost("total", parameters, multiply_adds))
-    cells = [(row.module, f"{row.parameters:,}", f"{row.multiply_adds:,}") for row in rows]
+    total = Cost("total", sum(x.parameters for x in rows), sum(x.multiply_adds for x in rows))
+    cells = [
+        (row.module, f"{row.parameters:,}", f"{row.multiply_adds:,}") for row in [*rows, total]
+    ]
     print(format_table(("module", "parameters", "multiply-adds"), cells))

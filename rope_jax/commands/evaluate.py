@@ -150,8 +150,11 @@ def _evaluate(args: argparse.Namespace) -> None:
     sizes = [loaded.image_size]
     if args.resolutions:
         sizes = [image_pair(text) for text in args.resolutions.split(",")]
-    overrides = {name: getattr(args, name) for name in ("crop", "interpolation")}
-    overrides = {name: value for name, value in overrides.items() if value is not None}
+    overrides = {
+        name: value
+        for name in ("crop", "interpolation")
+        if (value := getattr(args, name)) is not None
+    }
     preprocessing = dataclasses.replace(loaded.preprocessing, **overrides)
     workdir = args.workdir and pathlib.Path(args.workdir)
     out = args.out or pathlib.Path(workdir or ".", "evaluations.json")

@@ -31,8 +31,13 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors(extra="export"):
         loaded = load_model(args)
         size = image_pair(args.resolution) if args.resolution else loaded.image_size
-        platforms = tuple(args.platforms.split(","))
-        export(loaded.model, args.out, resolution=size, batch=args.batch, platforms=platforms)
+        export(
+            loaded.model,
+            args.out,
+            resolution=size,
+            batch=args.batch,
+            platforms=tuple(args.platforms.split(",")),
+        )
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
     batch = "b" if args.batch is None else args.batch
     print(f"{loaded.title}, {loaded.weights}: {args.out}")

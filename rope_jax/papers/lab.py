@@ -320,7 +320,8 @@ class Lab:
                 files = sorted(folder.glob("evaluations_*.json"))
                 rows = [row for file in files for row in read_evaluations(file)]
             elif (folder / "results.json").exists():
-                rows = _rows_of(folder, *(_changed(folder / name) for name in _RESULTS))
+                files = (folder / "results.json", folder / "evaluations.json")
+                rows = _rows_of(folder, *(x.stat().st_mtime_ns for x in files if x.exists()))
             else:
                 rows = []
             if rows:
@@ -408,13 +409,6 @@ class Lab:
         if self.scale != "released" or self.given is not None:
             return load_run(str(folder))
         return load_published(self.released(run), self.weights_dir)
-
-
-_RESULTS = ("results.json", "evaluations.json")
-
-
-def _changed(path: pathlib.Path) -> int:
-    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -32,14 +32,6 @@ from rope_jax.training.setup import load_split
 from rope_jax.weights.create import create_model
 
 SPEEDS = ("images_per_second", "percent_over_rpb")
-
-
-def _with_schemes(keys: Iterable[Key], schemes: Sequence[str]) -> list[Key]:
-    """Keys, and those of the user's schemes in the same places."""
-    keys = list(keys)
-    own = [{**key, "position": scheme} for scheme in schemes for key in keys if key.get("position")]
-    by_text = {json.dumps(key, sort_keys=True): key for key in [*keys, *own]}
-    return list(by_text.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +69,13 @@ class Table(Artifact):
                 and lab.rows(run)
             ]
         by_text = {json.dumps(key, sort_keys=True): (key, value) for key, value in cells}
-        for key in [*self.more, *_with_schemes([key for key, _ in cells], lab.schemes)]:
+        of_user = [
+            key | {"position": scheme}
+            for scheme in lab.schemes
+            for key, _ in cells
+            if key.get("position")
+        ]
+        for key in [*self.more, *of_user]:
             by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
         return {text: cell for text, cell in by_text.items() if lab.wants(key_names(cell[0]))}
 
