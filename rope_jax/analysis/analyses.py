@@ -28,7 +28,7 @@ from rope_jax.analysis.joining import (
     TERMS,
     NotDescribed,
     check_described,
-    measure_joining,
+    measure_batches,
     position_measures,
 )
 from rope_jax.analysis.rotation import (
@@ -80,8 +80,9 @@ def attention(
     batches = image_batches(loaded, images, resolution, count, batch_size)
     statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
     for name, label in _ATTENTION.items():
-        values = getattr(statistics, name)
-        plots.values_by_layer(values, _png(stem, name), label=label, title=loaded.title)
+        plots.values_by_layer(
+            getattr(statistics, name), _png(stem, name), label=label, title=loaded.title
+        )
     return dataclasses.asdict(statistics)
 
 
@@ -234,10 +235,7 @@ def joining(
         print(f"the reach alone: {error}", file=sys.stderr)
     else:
         batches = image_batches(loaded, images, resolution, count, batch_size)
-        measured = [(measure_joining(loaded.model, x), len(x)) for _, x in batches]
-        weights = [number for _, number in measured]
-        for name in measured[0][0]:
-            results[name] = np.average([x[name] for x, _ in measured], axis=0, weights=weights)
+        results |= measure_batches(loaded.model, (batch for _, batch in batches))
     curves = _joining_curves(results)
     lines: dict[str, Any] = {}
     for name, (values, panel) in curves.items():
@@ -312,8 +310,9 @@ def learned_frequencies(loaded: LoadedModel, stem: pathlib.Path, *, stage: Count
         )
     initial, _ = loaded.create().positions(loaded.image_size)[stage - 1]
     before, after = frequencies(initial, grid), frequencies(trained, grid)
-    title = f"{loaded.title}: frequencies before and after training"
-    plots.frequencies_before_and_after(before, after, _png(stem), title=title)
+    plots.frequencies_before_and_after(
+        before, after, _png(stem), title=f"{loaded.title}: frequencies before and after training"
+    )
     return {"before": before, "after": after}
 
 
@@ -361,8 +360,11 @@ def costs(
         for position, *numbers in map(dataclasses.astuple, rows)
     ]
     print(format_table(header, cells))
-    added = {row.position: (row.parameters, row.operations) for row in rows}
-    plots.costs(added, out / "costs.png", title=f"{model} at {size[0]}x{size[1]} pixels")
+    plots.costs(
+        {row.position: (row.parameters, row.operations) for row in rows},
+        out / "costs.png",
+        title=f"{model} at {size[0]}x{size[1]} pixels",
+    )
     return {"model": model, "image_size": size, "rows": list(map(dataclasses.asdict, rows))}
 
 

@@ -124,8 +124,11 @@ def attention_statistics(
         images += len(batch)
     sums = jax.tree.map(lambda *parts: sum(parts), *results)
     distance, entropy = ([layer[i] / images for layer in sums] for i in range(2))
-    stages = model.positions(batch.shape[1:3])
-    grids = [grid for position, grid in stages for _ in range(position.stage.depth)]
+    grids = [
+        grid
+        for position, grid in model.positions(batch.shape[1:3])
+        for _ in range(position.stage.depth)
+    ]
     return AttentionStatistics(distance, entropy, grids, images)
 
 
@@ -199,8 +202,7 @@ def token_at(place: tuple[float, float], grid: Grid) -> tuple[int, int]:
         place: (y, x) as fractions of height and width in [0, 1].
         grid: (H, W) of the map.
     """
-    y, x = (min(int(f * n), n - 1) for f, n in zip(place, grid, strict=True))
-    return y, x
+    return tuple(min(int(f * n), n - 1) for f, n in zip(place, grid, strict=True))
 
 
 def _layer_function(

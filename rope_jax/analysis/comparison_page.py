@@ -86,12 +86,16 @@ def _accuracy(groups: Groups, estimates: Estimates, out: pathlib.Path) -> list[s
         ]
         for group, by_size in estimates.items()
     }
-    caption = f"{label} over test resolution, a line per scheme, training resolution in grey"
     return [
         paragraph(text),
         *(paragraph(f"Other differences: {note}") for note in unlike(groups)),
         table([position, "seeds", *sizes], rows),
-        *_draw_picture(caption, out / "comparison.png", accuracy_against_resolution, means),
+        *_draw_picture(
+            f"{label} over test resolution, a line per scheme, training resolution in grey",
+            out / "comparison.png",
+            accuracy_against_resolution,
+            means,
+        ),
         *[paragraph(_BESIDE)][: first["dataset"] in _OF_THE_PAPERS],
     ]
 
@@ -110,8 +114,9 @@ def unlike(groups: Groups) -> list[str]:
     (name, (first, *_)), *others = groups.items()
     sentences = []
     for label, (run, *_) in others:
-        shown = ("model.position", "model.options", "seed")
-        changed = differences(first.config, run.config, allowed=shown)
+        changed = differences(
+            first.config, run.config, allowed=("model.position", "model.options", "seed")
+        )
         if run.step != first.step:
             changed.append(f"steps: {first.step:,} -> {run.step:,}")
         if changed:
@@ -132,11 +137,17 @@ def _differences(groups: Groups, estimates: Estimates, out: pathlib.Path) -> lis
         f"one seed {single if main_score(first) in FRACTIONS else 'none'}. They are not widened "
         "for the number of comparisons."
     )
-    caption, path = f"difference in {label} from {base}, with intervals", out / "differences.png"
     return [
         paragraph(text),
         table(*_table_of_differences(estimates)),
-        *_draw_picture(caption, path, plots.differences, estimates, base=base, score=label),
+        *_draw_picture(
+            f"difference in {label} from {base}, with intervals",
+            out / "differences.png",
+            plots.differences,
+            estimates,
+            base=base,
+            score=label,
+        ),
     ]
 
 
@@ -157,10 +168,16 @@ def _training(groups: Groups, out: pathlib.Path) -> list[str]:
         (name, f"{steps[-1]:,}", f"{losses[-1]:.4f}", _median_speed(metrics[name]))
         for name, (steps, losses) in curves.items()
     ]
-    caption, path = "training loss over steps, a line per scheme", out / "loss.png"
-    axes = {"x": "step", "y": "training loss", "title": "Training loss (first seeds)"}
     return [
-        *_draw_picture(caption, path, plots.lines, curves, **axes),
+        *_draw_picture(
+            "training loss over steps, a line per scheme",
+            out / "loss.png",
+            plots.lines,
+            curves,
+            x="step",
+            y="training loss",
+            title="Training loss (first seeds)",
+        ),
         table(("position", "steps", "last loss", "images per second (median)"), rows),
     ]
 
@@ -182,8 +199,10 @@ def _classes(groups: Groups) -> list[str]:
         return []
     name, words = by_class
     columns = [map(percent, row[name]) for row in rows.values()]
-    text = paragraph(f"{_sentence(words)} in percent, at the training resolution.")
-    return [text, table(("class", *rows), list(zip(class_names(first), *columns, strict=True)))]
+    return [
+        paragraph(f"{_sentence(words)} in percent, at the training resolution."),
+        table(("class", *rows), list(zip(class_names(first), *columns, strict=True))),
+    ]
 
 
 def _evaluations(runs: Sequence[RunResults]) -> list[str]:
@@ -196,9 +215,16 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     for run in runs:
         seed = f", seed {run.config.seed}" if seed_counts[run.workdir] > 1 else ""
         for row in run.further_rows:
-            numbers = (score([row]).text(), *(percent(row[name]) for name in others))
-            identity = (f"{run.workdir.name}{seed}", row["dataset"], size_text(row["resolution"]))
-            rows.append((*identity, *numbers, row["protocol"]))
+            rows.append(
+                (
+                    f"{run.workdir.name}{seed}",
+                    row["dataset"],
+                    size_text(row["resolution"]),
+                    score([row]).text(),
+                    *(percent(row[name]) for name in others),
+                    row["protocol"],
+                )
+            )
     header = ("workdir", "data", "resolution", *titles.values(), "protocol")
     return [table(header, rows)] if rows else []
 
@@ -226,8 +252,10 @@ def _runs(runs: Sequence[RunResults]) -> list[str]:
         for model in [run.config.model]
     ]
     protocols = dict.fromkeys(row["protocol"] for run in runs for row in run.rows)
-    header = ("workdir", "model", "position", "seed", "step")
-    return [table(header, rows), *(paragraph(f"Protocol: {protocol}.") for protocol in protocols)]
+    return [
+        table(("workdir", "model", "position", "seed", "step"), rows),
+        *(paragraph(f"Protocol: {protocol}.") for protocol in protocols),
+    ]
 
 
 def analyse(run: RunResults) -> None:
@@ -261,8 +289,7 @@ def print_report(groups: Groups, out: pathlib.Path) -> None:
         "Runs": _runs(runs),
     }
     models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
-    page = to_html(f"Positional schemes compared: {models}", sections)
-    (out / "report.html").write_text(page)
+    (out / "report.html").write_text(to_html(f"Positional schemes compared: {models}", sections))
     label = score_name(runs[0].rows[0])
     print(f"{label} (%) at test resolution; trained at the first one\n\n{text}\n")
     print(f"table: {out / 'comparison.txt'}")

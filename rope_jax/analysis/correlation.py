@@ -123,12 +123,14 @@ def stage_positions(
         once, added = embeddings(part.position, grid)
         if once is not None:
             blocks = list_blocks(part.blocks, part.position.stage.depth)
-            receive = lambda block, once=once: (
-                once
-                if getattr(block, "post_norm", False)
-                else layer_norm(once, *norm_arguments(block.norm1))
+            added = np.stack(
+                [
+                    once
+                    if getattr(block, "post_norm", False)
+                    else layer_norm(once, *norm_arguments(block.norm1))
+                    for block in blocks
+                ]
             )
-            added = np.stack([receive(block) for block in blocks])
         if added is not None:
             stages.append((grid, added[:, -grid[0] * grid[1] :]))
     if not stages:

@@ -59,8 +59,9 @@ def scheme_costs(
     """
     costs = []
     for position in positions:
-        options = {"position": position, "image_size": image_size} | overrides
-        create = functools.partial(create_model, name, **options)
+        create = functools.partial(
+            create_model, name, position=position, image_size=image_size, **overrides
+        )
         model = nnx.eval_shape(create)
         modules = cost(model, image_size)
         params = nnx.to_flat_state(nnx.state(model, nnx.Param))

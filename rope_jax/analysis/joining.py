@@ -17,7 +17,7 @@ rotation. Tokens L are prefix tokens, then patches.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -82,8 +82,7 @@ def logit_terms(
     if rotation is not None:
         q, k = rotate(jnp.asarray(q), jnp.asarray(k), rotation)
     q, k = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k))
-    pairs = itertools.product(q, k)
-    return np.stack([a @ b.swapaxes(-1, -2) for a, b in pairs])
+    return np.stack([a @ b.swapaxes(-1, -2) for a, b in itertools.product(q, k)])
 
 
 def term_sizes(terms: Float[np.ndarray, "4 N L L"]) -> tuple[np.ndarray, np.ndarray]:
@@ -208,9 +207,20 @@ def measure_joining(
             prefix=model.position.stage.prefix,
         )
         by_image = [measure(np.asarray(x, np.float64)) for x in stream]
-        names = by_image[0]
-        results.append({name: np.mean([x[name] for x in by_image], 0) for name in names})
+        results.append({name: np.mean([x[name] for x in by_image], 0) for name in by_image[0]})
     return {name: np.stack([result[name] for result in results]) for name in results[0]}
+
+
+def measure_batches(
+    model: nnx.Module, batches: Iterable[Float[Array, "_ _ _ 3"]]
+) -> dict[str, Float[np.ndarray, " layers"]]:
+    """Measures the images of several batches together, as `measure_joining` those of one."""
+    values, counts = [], []
+    for images in batches:
+        values.append(measure_joining(model, images))
+        counts.append(len(images))
+    average = lambda name: np.average([x[name] for x in values], axis=0, weights=counts)
+    return {name: average(name) for name in values[0]}
 
 
 def check_described(
@@ -276,8 +286,9 @@ def _measure_image(
     kernel, bias = np.asarray(attention.qkv.kernel[...], np.float64), attention._bias()
     bias = 0.0 if bias is None else np.asarray(bias, np.float64)[:both]
     scale = attention.scale or (x.shape[-1] // attention.heads) ** -0.5
-    projection = (kernel[:, :both], bias, attention.heads)
-    products = logit_terms(normalised, added, *projection, terms.rotation)
+    products = logit_terms(
+        normalised, added, kernel[:, :both], bias, attention.heads, terms.rotation
+    )
     sizes, fractions = term_sizes(scale * terms.logit_scale * products)
     size = lambda part: np.mean(part[prefix:] ** 2) ** 0.5
     values |= dict(zip(PARTS, (size(tokens), size(added)), strict=True))

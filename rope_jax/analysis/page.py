@@ -48,24 +48,16 @@ def paragraph(text: str) -> str:
     return f"<p>{html.escape(text)}</p>"
 
 
-def link_list(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """A table whose first cells are links: text -> (address, further cells)."""
-    cells = [(text, *more) for text, (_, *more) in rows.items()]
-    made = table(header, cells)
-    for text, (address, *_) in rows.items():
-        escaped = html.escape(text)
-        link = f'<a href="{address}">{escaped}</a>'
-        made = made.replace(f"<div>{escaped}</div>", f"<div>{link}</div>", 1)
-    return made
-
-
 def anchor(heading: str) -> str:
     """The id of a section, "table-4-1" of "Table 4.1: Accuracy"."""
     return re.sub(r"\W+", "-", heading.partition(": ")[0]).lower()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells; the interval of a number is on a separate line, **text** is bold."""
+    """A table of cells: **text** is bold, [text](address) a link.
+
+    The interval of a number is on a separate line.
+    """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>"]
     for row in rows:
@@ -79,6 +71,7 @@ def _cell(column: str, text: str) -> str:
     if number := re.fullmatch(r"([+-]?[\d.]+) (\[.*\])", value):
         value = f"{number[1]}<small>{number[2]}</small>"
     value = re.sub(r"^\*\*(.*)\*\*$", r"<b>\1</b>", value)
+    value = re.sub(r"^\[(.*)\]\((.*)\)$", r'<a href="\2">\1</a>', value)
     return f'<td data-column="{html.escape(column)}"><div>{value}</div></td>'
 
 

@@ -56,9 +56,13 @@ def differences(
             shown = [by_size.get(size, Estimate(math.nan)) for by_size in estimates.values()]
             mean, low, high = 100 * np.transpose(shown)
             places = np.arange(len(shown)) + 0.8 * ((number + 0.5) / len(sizes) - 0.5)
-            reach = (mean - low, high - mean)
             axes.errorbar(
-                mean, places, xerr=reach, label=size_text(size), linestyle="none", linewidth=1.2
+                mean,
+                places,
+                xerr=(mean - low, high - mean),
+                label=size_text(size),
+                linestyle="none",
+                linewidth=1.2,
             )
         axes.axvline(0, color="0.4", linewidth=1)
         axes.set_yticks(range(len(estimates)), estimates)
@@ -80,8 +84,7 @@ def values_by_layer(
     with diagram(path, title, "layer (line: mean of the heads; dots: heads)", label) as axes:
         axes.plot(layers, [np.mean(heads) for heads in values])
         for layer, heads in zip(layers, values, strict=True):
-            style = {"color": COLOURS[0], "markersize": 4, "alpha": 0.35}
-            axes.plot([layer] * len(heads), heads, ".", **style)
+            axes.plot([layer] * len(heads), heads, ".", color=COLOURS[0], markersize=4, alpha=0.35)
         axes.set_xticks(layers)
 
 
@@ -139,8 +142,9 @@ def curves_by_panel(
     """
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-    sizes = {"columns": columns, "panel": (3.2, 3.0), "margins": (1.9, 0.7)}
-    with _panels(path, title, list(panels), **sizes) as all_axes:
+    with _panels(
+        path, title, list(panels), columns=columns, panel=(3.2, 3.0), margins=(1.9, 0.7)
+    ) as all_axes:
         for axes, (panel, curves) in zip(all_axes, panels.items(), strict=True):
             for name in names:
                 style = {"color": colours[name], "linewidth": 1.3}
@@ -189,9 +193,14 @@ def categories(
         for number, cells in enumerate(rows.values()):
             for name in names:
                 places = [place for place, cell in enumerate(cells) if cell == name]
-                label = name if number == 0 else None
-                style = {"width": 0.95, "color": colours[name], "label": label}
-                axes.bar(places, [0.8] * len(places), bottom=number - 0.4, **style)
+                axes.bar(
+                    places,
+                    [0.8] * len(places),
+                    bottom=number - 0.4,
+                    width=0.95,
+                    color=colours[name],
+                    label=name if number == 0 else None,
+                )
         axes.set_yticks(range(len(rows)), rows)
         axes.invert_yaxis()
         axes.grid(visible=False)
@@ -217,8 +226,9 @@ def panels(
             of all; None for no mark.
         columns: panels in a row.
     """
-    sizes = {"columns": columns, "panel": (1.55, 1.75), "margins": (0.9, 0.4)}
-    with _panels(path, title, list(maps), **sizes) as all_axes:
+    with _panels(
+        path, title, list(maps), columns=columns, panel=(1.55, 1.75), margins=(0.9, 0.4)
+    ) as all_axes:
         for number, (axes, values) in enumerate(zip(all_axes, maps.values(), strict=True)):
             image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
             if mark is not None:
@@ -248,8 +258,10 @@ def overlays(
             on the image, that of the first map's token. None for no mark.
     """
     height, width = image.shape[:2]
-    sizes = {"columns": 5, "panel": (1.9, 1.9 * height / width + 0.25), "margins": (0.9, 0.4)}
-    with _panels(path, title, ["image", *maps], **sizes) as all_axes:
+    panel = (1.9, 1.9 * height / width + 0.25)
+    with _panels(
+        path, title, ["image", *maps], columns=5, panel=panel, margins=(0.9, 0.4)
+    ) as all_axes:
         first = next(iter(maps.values()))
         for number, (axes, values) in enumerate(
             zip(all_axes, [first, *maps.values()], strict=True)
@@ -268,8 +280,9 @@ def overlays(
                 row, column = token_at(place, values.shape)
                 axes.plot(column, row, "+", color="cyan", markersize=9, markeredgewidth=2)
             axes.set_axis_off()
-        label = "weight / largest of the map"
-        axes.figure.colorbar(drawn, ax=all_axes, fraction=0.05, aspect=25, label=label)
+        axes.figure.colorbar(
+            drawn, ax=all_axes, fraction=0.05, aspect=25, label="weight / largest of the map"
+        )
 
 
 def costs(
@@ -289,8 +302,12 @@ def costs(
             all_axes, labels, np.transpose(list(added.values())), strict=True
         ):
             bars = axes.barh(list(added), [number or 0 for number in numbers], color=COLOURS[0])
-            texts = ["not counted" if number is None else f"{number:,}" for number in numbers]
-            axes.bar_label(bars, texts, padding=3, fontsize=7)
+            axes.bar_label(
+                bars,
+                ["not counted" if number is None else f"{number:,}" for number in numbers],
+                padding=3,
+                fontsize=7,
+            )
             axes.margins(x=0.3)
             axes.set_xlabel(label)
         all_axes[0].invert_yaxis()
@@ -312,8 +329,7 @@ def frequencies_before_and_after(
     """
     names = [f"layer {layer + 1}" for layer in range(len(after))]
     reach = 1.05 * max(abs(before).max(), abs(after).max())
-    sizes = {"columns": 4, "panel": (2.1, 2.1), "margins": (1.2, 0.6)}
-    with _panels(path, title, names, **sizes) as all_axes:
+    with _panels(path, title, names, columns=4, panel=(2.1, 2.1), margins=(1.2, 0.6)) as all_axes:
         for axes, old, new in zip(all_axes, before, after, strict=True):
             for freqs, marker, colour, label in (
                 (old, ".", "0.6", "before"),

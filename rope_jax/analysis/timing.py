@@ -20,8 +20,10 @@ Start = Callable[[], tuple[list[np.ndarray], Timer]]  # a sample of a step's res
 
 def sample(results: Any) -> list[np.ndarray]:
     """The first and the last element of each array in a tree, in float32."""
-    arrays = jax.tree.leaves(results)
-    return [np.asarray(x[:: max(1, len(x) - 1)] if x.ndim else x, np.float32) for x in arrays]
+    return [
+        np.asarray(x[:: max(1, len(x) - 1)] if x.ndim else x, np.float32)
+        for x in jax.tree.leaves(results)
+    ]
 
 
 def count_steps(copies: int) -> int:
@@ -50,8 +52,9 @@ def make_loop(step: Callable, rounds: int, *, in_place: bool) -> Callable:
             for i in range(steps):
                 # Each step depends on the one before and shares nothing with it: otherwise XLA
                 # would merge steps, or compute angles once for all.
-                barrier = jax.lax.optimization_barrier
-                results, others, operands = barrier((list(results), source, rest))
+                results, others, operands = jax.lax.optimization_barrier(
+                    (list(results), source, rest)
+                )
                 place = i % len(xs)
                 if in_place:
                     results[place] = jitted(results[place], *operands)

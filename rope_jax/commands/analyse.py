@@ -42,11 +42,14 @@ from rope_jax.training.kernels import kernels_of_run
 def _parser() -> CommandParser:
     parser = command_parser("rope_jax.analysis", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
-    out = "folder to write to; default: the WORKDIR, or the current folder"
     for name, analysis in (OF_MODEL | OF_SCHEMES).items():
         summary = analysis.__doc__.partition("\n")[0]
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("--out", type=pathlib.Path, help=out)
+        command.add_argument(
+            "--out",
+            type=pathlib.Path,
+            help="folder to write to; default: the WORKDIR, or the current folder",
+        )
         if name in OF_MODEL:
             add_model_arguments(command, several=True)
         add_options(command, analysis)

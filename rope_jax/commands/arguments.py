@@ -92,16 +92,16 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *, load_plugins: bool = True, **options: Any):
         super().__init__(formatter_class=Help, **options)
         self.register("type", pathlib.Path, _path)
-        if not load_plugins:
-            return
-        self.add_argument(
-            "--plugins",
-            action=_LoadPlugin,
-            default=argparse.SUPPRESS,
-            metavar="MODULE",
-            help="import your schemes, models and sources, see rope_jax.names.plugins; repeatable",
-        )
-        plugins.load_installed()
+        if load_plugins:
+            self.add_argument(
+                "--plugins",
+                action=_LoadPlugin,
+                default=argparse.SUPPRESS,
+                metavar="MODULE",
+                help="import your schemes, models and sources, see rope_jax.names.plugins; "
+                "repeatable",
+            )
+            plugins.load_installed()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         """Parses as `argparse` does; a process that reads `sys.argv` survives a closed output."""
@@ -197,8 +197,9 @@ def command_parser(
         description: shown by `--help`, with its own line breaks.
         load_plugins: see `CommandParser`.
     """
-    name = command_name(module)
-    return CommandParser(prog=name, description=description, load_plugins=load_plugins)
+    return CommandParser(
+        prog=command_name(module), description=description, load_plugins=load_plugins
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -245,8 +246,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
         type=Argument(CountOrZero),
         help="of fresh weights (default: 0) or of a WORKDIR's (default: first)",
     )
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="compute dtype of --model; default: float32")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="compute dtype of --model; default: float32",
+    )
 
 
 def command_name(module: str) -> str:
@@ -257,14 +261,24 @@ def command_name(module: str) -> str:
 def add_image_set(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the images and the number of processes."""
     add = parser.add_argument
-    kind = "form of the images, see rope_jax.data.load"
-    streamed = SOURCES.keys() - MEMORY.keys() - DRAWN.keys()
-    add("--source", required=True, choices=sorted(streamed), help=kind)
+    add(
+        "--source",
+        required=True,
+        choices=sorted(SOURCES.keys() - MEMORY.keys() - DRAWN.keys()),
+        help="form of the images, see rope_jax.data.load",
+    )
     add("--path", required=True, help="of the images")
-    all_splits = ",".join(SPLITS)
-    add("--splits", default=all_splits, help="train, test, or both, separated by a comma")
-    number = "processes; by default one per core; 0 for the main process alone"
-    add("--workers", type=Argument(CountOrZero), default=cores(), help=number)
+    add(
+        "--splits",
+        default=",".join(SPLITS),
+        help="train, test, or both, separated by a comma",
+    )
+    add(
+        "--workers",
+        type=Argument(CountOrZero),
+        default=cores(),
+        help="processes; by default one per core; 0 for the main process alone",
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str = "_") -> None:
@@ -282,11 +296,14 @@ def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str =
     sentences = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
     for name, annotation in find_options(function).items():
         default = parameters[name].default
-        requirement = (
-            {"required": True} if default is inspect.Parameter.empty else {"default": default}
+        required = default is inspect.Parameter.empty
+        parser.add_argument(
+            f"--{name.replace('_', dash)}",
+            required=required,
+            default=None if required else default,
+            help=sentences.get(name),
+            **parser_options(annotation),
         )
-        flag, sentence = f"--{name.replace('_', dash)}", sentences.get(name)
-        parser.add_argument(flag, help=sentence, **requirement, **parser_options(annotation))
 
 
 def parser_options(annotation: Any) -> dict[str, Any]:

@@ -83,11 +83,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--path", help="of the images: a folder with train/CLASS and val/CLASS, or an .npz file")
     add("--config", help="recipe by name or file, with its arguments; default: own_images")
     add("--model", help="one of rope_jax.list_models(); default: the recipe's")
-    schemes = "schemes, comma-separated; the others are compared with the first; default: "
-    schemes += f"{_POSITIONS}; with --options, the scheme of the recipe or, if it names none, of "
-    add("--positions", help=f"{schemes}the model")
-    options = "options of the model and their alternatives, as in depth=4|8,heads=2|4, of which "
-    add("--options", default="", help=f"{options}every combination is trained with each scheme")
+    add(
+        "--positions",
+        help="schemes, comma-separated; the others are compared with the first; default: "
+        f"{_POSITIONS}; with --options, the scheme of the recipe or, if it names none, of the "
+        "model",
+    )
+    add(
+        "--options",
+        default="",
+        help="options of the model and their alternatives, as in depth=4|8,heads=2|4, of which "
+        "every combination is trained with each scheme",
+    )
     add("--seeds", type=Argument(Count), default=3, help="runs of each combination")
     add(
         "--resolutions",

@@ -32,17 +32,19 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
 
     def make() -> nnx.Module:
-        options = {"position": flags.position, "num_classes": flags.num_classes}
-        return create_model(flags.name, image_size=size, head=flags.head, **options)
+        return create_model(
+            flags.name,
+            position=flags.position,
+            image_size=size,
+            num_classes=flags.num_classes,
+            head=flags.head,
+        )
 
-    try:
+    with parser.one_line_errors():
         size = image_pair(flags.image_size or find_model(flags.name).image_size)
         rows = cost(nnx.eval_shape(make), size, depth=flags.depth)
-    except ValueError as error:
-        parser.error(str(error))
-    parameters, multiply_adds = (
-        sum(getattr(row, field) for row in rows) for field in ("parameters", "multiply_adds")
-    )
-    rows.append(Cost("total", parameters, multiply_adds))
-    cells = [(row.module, f"{row.parameters:,}", f"{row.multiply_adds:,}") for row in rows]
+    total = Cost("total", sum(x.parameters for x in rows), sum(x.multiply_adds for x in rows))
+    cells = [
+        (row.module, f"{row.parameters:,}", f"{row.multiply_adds:,}") for row in [*rows, total]
+    ]
     print(format_table(("module", "parameters", "multiply-adds"), cells))

@@ -21,7 +21,6 @@ are resized as in the evaluation of the WORKDIR's run, or fit into 800x1333.
 
 import argparse
 import dataclasses
-import functools
 import pathlib
 from typing import Annotated, Any
 
@@ -53,9 +52,12 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> CommandParser:
     parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
-    add, fraction = parser.add_argument, Argument(Share)
-    sets = [name for task in TASKS.values() for name in task.sets]
-    add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
+    add = parser.add_argument
+    add(
+        "--dataset",
+        choices=[name for task in TASKS.values() for name in task.sets],
+        help="default: test split of the WORKDIR's data",
+    )
     add("--images", help="folder of the dataset")
     add(
         "--resolutions",
@@ -65,7 +67,7 @@ def _parser() -> CommandParser:
     add("--limit", type=Argument(Count), help="of the images of --images, evenly spaced")
     add(
         "--crop",
-        type=fraction,
+        type=Argument(Share),
         help="fraction of the resized image to keep; default: the weights' or 1",
     )
     add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
@@ -82,17 +84,25 @@ def _parser() -> CommandParser:
         help="rotary: scale logits by ln L / ln L_trained; default of these two: as in the "
         "WORKDIR's config, or the scheme's",
     )
-    scale = Annotated[float, Range(above=0, high=16)]
-    help_text = "segmentation: average over scales of the images: 0.5,1,1.5"
-    add("--scales", type=Argument(tuple[scale, ...]), help=help_text)
+    add(
+        "--scales",
+        type=Argument(tuple[Annotated[float, Range(above=0, high=16)], ...]),
+        help="segmentation: average over scales of the images: 0.5,1,1.5",
+    )
     add("--flip", action="store_true", help="segmentation: average over flipped images, too")
     add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
-    stride = "segmentation: pixels from window to window; default: two thirds of the window"
-    add("--stride", type=Argument(Count), help=stride)
+    add(
+        "--stride",
+        type=Argument(Count),
+        help="segmentation: pixels from window to window; default: two thirds of the window",
+    )
     add("--pictures", type=Argument(CountOrZero), default=4, help="images in predictions_*.png")
     add("--pycocotools", action="store_true", help="has no effect: it always scores detections")
-    images = "images in a step; default: 128, in detection 16, in segmentation 16 windows"
-    add("--batch_size", type=Argument(Count), help=images)
+    add(
+        "--batch_size",
+        type=Argument(Count),
+        help="images in a step; default: 128, in detection 16, in segmentation 16 windows",
+    )
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
     return parser
 
@@ -140,22 +150,28 @@ def _evaluate(args: argparse.Namespace) -> None:
     sizes = [loaded.image_size]
     if args.resolutions:
         sizes = [image_pair(text) for text in args.resolutions.split(",")]
-    overrides = {name: getattr(args, name) for name in ("crop", "interpolation")}
-    overrides = {name: value for name, value in overrides.items() if value is not None}
+    overrides = {
+        name: value
+        for name in ("crop", "interpolation")
+        if (value := getattr(args, name)) is not None
+    }
     preprocessing = dataclasses.replace(loaded.preprocessing, **overrides)
     workdir = args.workdir and pathlib.Path(args.workdir)
     out = args.out or pathlib.Path(workdir or ".", "evaluations.json")
-    evaluation = functools.partial(
-        Evaluation,
-        arguments=vars(args),
-        model=loaded.model,
-        config=loaded.config,
-        preprocessing=preprocessing,
-        mesh=make_mesh(),
-        folder=out.parent,
-    )
+    mesh = make_mesh()
     with kernels_of_run(loaded.config, workdir):
-        rows = [evaluation(size=size).record(_identity(args, loaded), out) for size in sizes]
+        rows = [
+            Evaluation(
+                arguments=vars(args),
+                model=loaded.model,
+                config=loaded.config,
+                preprocessing=preprocessing,
+                mesh=mesh,
+                folder=out.parent,
+                size=size,
+            ).record(_identity(args, loaded), out)
+            for size in sizes
+        ]
     if process_shard()[0] == 0:
         print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows, _published(loaded, args.dataset)))

@@ -19,19 +19,7 @@ from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
 from rope_jax.training.signals import Interrupted
 
-_BAD_IMAGES = (
-    f"`{other_command('rope_jax.data.verify')}` lists all images that cannot be used, and "
-    "--config.data.bad_images=skip skips them"
-)
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
-_LOST_PROCESS = (
-    "if the connection to another process was lost, that process has ended, and its own output has "
-    "the reason; the same command resumes from the newest checkpoint"
-)
-_ALONE = (
-    "without saving, as other processes wait for this one: the same command resumes from the "
-    "newest checkpoint"
-)
 # Seconds. When the first of several processes ends, jax aborts the others, which may still have an
 # error to print.
 _LAST_WORDS = 2
@@ -41,7 +29,12 @@ _LAST_WORDS = 2
 _ENDS = [
     (ConfigError, 2, "{}"),
     ((NonFinite, SaveFailed, DeadWorker, BadSet), 1, "{}"),
-    (BadImages, 1, f"{{}}; {_BAD_IMAGES}"),
+    (
+        BadImages,
+        1,
+        f"{{}}; `{other_command('rope_jax.data.verify')}` lists all images that cannot be used, "
+        "and --config.data.bad_images=skip skips them",
+    ),
     (MemoryError, 1, f"there is too little memory ({{}}); {_LESS_MEMORY}"),
 ]
 
@@ -61,7 +54,12 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         status, sentence = _describe_end(error, workdir)
         if sentence is None:
             traceback.print_exc()
-            sentence = _LOST_PROCESS if distributed else None
+            if distributed:
+                sentence = (
+                    "if the connection to another process was lost, that process has ended, and "
+                    "its own output has the reason; the same command resumes from the newest "
+                    "checkpoint"
+                )
     if status == 0:
         print(sentence)
         return
@@ -77,7 +75,10 @@ def _describe_end(error: BaseException, workdir: str) -> tuple[int, str | None]:
     if isinstance(error, Interrupted):
         number = signal.Signals[str(error)]
         if error.alone:
-            return 128 + number, f"stopped by {error} {_ALONE}"
+            return 128 + number, (
+                f"stopped by {error} without saving, as other processes wait for this one: the "
+                "same command resumes from the newest checkpoint"
+            )
         if not error.saved:
             return 128 + number, f"stopped by {error} before there was anything to save"
         return 0, f"stopped by {error}; saved in {workdir}: run the same command to resume"

@@ -25,14 +25,19 @@ def main(arguments: list[str] | None = None) -> None:
     add("--out", type=pathlib.Path, required=True, help="file to write")
     add("--resolution", help="224 or 224x320; default: the training resolution")
     add("--batch", type=Argument(Count), help="images in a call; default: any number")
-    platforms_help = f"comma-separated, of {','.join(PLATFORMS)}"
-    add("--platforms", default=",".join(PLATFORMS), help=platforms_help)
+    known = ",".join(PLATFORMS)
+    add("--platforms", default=known, help=f"comma-separated, of {known}")
     args = parser.parse_args(arguments)
     with parser.one_line_errors(extra="export"):
         loaded = load_model(args)
         size = image_pair(args.resolution) if args.resolution else loaded.image_size
-        platforms = tuple(args.platforms.split(","))
-        export(loaded.model, args.out, resolution=size, batch=args.batch, platforms=platforms)
+        export(
+            loaded.model,
+            args.out,
+            resolution=size,
+            batch=args.batch,
+            platforms=tuple(args.platforms.split(",")),
+        )
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
     batch = "b" if args.batch is None else args.batch
     print(f"{loaded.title}, {loaded.weights}: {args.out}")

@@ -29,15 +29,27 @@ def main(argv: list[str] | None = None) -> None:
     add_image_set(parser)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the packed set")
-    pixels = "short side in pixels; 0: as it is"
-    add("--side", type=Argument(CountOrZero), default=256, help=pixels)
+    add(
+        "--side",
+        type=Argument(CountOrZero),
+        default=256,
+        help="short side in pixels; 0: as it is",
+    )
     add("--square", action="store_true", help="keep only the centre, side x side")
     add("--interpolation", default="bicubic", choices=INTERPOLATIONS, help="of resizing")
-    policy = "for images that cannot be used"
-    add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
+    add(
+        "--bad_images",
+        default="error",
+        choices=BAD_IMAGES,
+        help="for images that cannot be used",
+    )
     add("--allow_empty", action="store_true", help="accept class folders without images")
-    number = "images per file; 4096 are about a gigabyte"
-    add("--shard_images", type=Argument(Count), default=4096, help=number)
+    add(
+        "--shard_images",
+        type=Argument(Count),
+        default=4096,
+        help="images per file; 4096 are about a gigabyte",
+    )
     options = vars(parser.parse_args(argv))
     kind, path, splits, out, allow_empty = (
         options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")

@@ -43,27 +43,25 @@ from rope_jax.config import ConfigError, in_one_line
 from rope_jax.names.notation import items
 from rope_jax.names.options import Count, Probability, Range
 from rope_jax.names.text import closest, format_table
-from rope_jax.papers.declared import DECLARED, find_artifacts, result, sides_by_model
+from rope_jax.papers.declared import ARTIFACTS, DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import unpack
 from rope_jax.papers.kinds import Artifact, key_names
-from rope_jax.papers.lab import SETS as SETS_OF_IMAGENET
-from rope_jax.papers.lab import Job, Lab
+from rope_jax.papers.lab import IMAGENET_SETS, Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate, total_hours
 from rope_jax.papers.tables import Table
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
 from rope_jax.system.cores import cores
-from rope_jax.system.files import SaveFailed, read_json, write_file
+from rope_jax.system.files import read_json, write_file
 from rope_jax.system.sharding import start_devices
 from rope_jax.training.checkpoint import NonFinite
 from rope_jax_kernels import device
 
 SCALES = ("smoke", "small", "released", "full")
-SETS = ("images", "imagenet", *SETS_OF_IMAGENET, "coco", "ade20k", "cifar10", "cifar100")
+SETS = ("images", "imagenet", *IMAGENET_SETS, "coco", "ade20k", "cifar10", "cifar100")
 VERSION = importlib.metadata.version("rope_jax")
 _LATE = "the time of --minutes is over"
-_DATA_OF_SCALES = "--scale={} needs --data: {}"
 
 
 def command() -> None:
@@ -86,18 +84,28 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
     add("--data", help=f"images: PATH, or NAME=PATH,NAME=PATH of {', '.join(SETS[1:])}")
     add("--only", help="rows with these models or schemes alone, separated by commas")
     add("--schemes", help="your own schemes, one more row or line each")
-    seeds = "runs of each model; default: 3 at scale small, otherwise 1"
-    add("--seeds", type=Argument(Count), help=seeds)
+    add(
+        "--seeds",
+        type=Argument(Count),
+        help="runs of each model; default: 3 at scale small, otherwise 1",
+    )
     positive = Argument(Annotated[float, Range(above=0)])
     add("--epochs", type=positive, help="at scale small")
     add("--runs", help="workdirs of your own runs, separated by commas, instead of the papers'")
     add("--minutes", type=positive, help="stop when they are over, after the runs in progress")
     add("--count", type=Argument(Count), help="images of attention statistics; default: 256")
-    place = tuple[Probability, Probability]
-    token = "figures of maps: place y,x of the token, such as 0.5,0.25"
-    add("--token", type=Argument(place), action="append", default=[], help=token)
-    limit = "images of each set, evenly spaced, at scale released; default: all"
-    add("--limit", type=Argument(Count), help=limit)
+    add(
+        "--token",
+        type=Argument(tuple[Probability, Probability]),
+        action="append",
+        default=[],
+        help="figures of maps: place y,x of the token, such as 0.5,0.25",
+    )
+    add(
+        "--limit",
+        type=Argument(Count),
+        help="images of each set, evenly spaced, at scale released; default: all",
+    )
     add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/papers"), help="for everything")
     add("--weights_dir", help="folder with files of published weights")
     add("--plan", action="store_true", help="print the commands that are missing, and stop")
@@ -115,9 +123,11 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             print(format_table(*_list(artifacts, lab)))
             return
         if lab.needs_data and not (args.plan and lab.scale == "full"):
-            images = {"released": "the folder of ImageNet's validation images, by class"}
-            text = images.get(lab.scale, "the folder of ImageNet; --plan prints the commands")
-            raise ConfigError(_DATA_OF_SCALES.format(lab.scale, text))
+            images = {
+                "released": "the folder of ImageNet's validation images, by class",
+                "full": "the folder of ImageNet; --plan prints the commands",
+            }
+            raise ConfigError(f"--scale={lab.scale} needs --data: {images[lab.scale]}")
         if args.plan:
             _print_plan(artifacts, unpack(lab))
             return
@@ -211,8 +221,8 @@ def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tu
         done = progress(stored[artifact.id]) if artifact.id in stored else "-"
         rows.append((artifact.id, artifact.title, *counts, hours, done))
     first, *others = SCALES
-    columns = (f"commands: {first}", *others, f"hours ({lab.scale})", "cells done")
-    return ("id", "shows", *columns), rows
+    hours = f"hours ({lab.scale})"
+    return ("id", "shows", f"commands: {first}", *others, hours, "cells done"), rows
 
 
 def _print_plan(artifacts: list[Artifact], lab: Lab) -> None:
@@ -260,8 +270,7 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
             report(job, _run(job))
         return failed
     context = multiprocessing.get_context("spawn")
-    starts = (lab.scale, os.getpid())
-    with futures.ProcessPoolExecutor(count, context, _start_worker, starts) as pool:
+    with futures.ProcessPoolExecutor(count, context, _start_worker, (lab.scale,)) as pool:
         try:
             for _, stage in itertools.groupby(jobs, key=lambda job: job.stage):
                 running = {pool.submit(_run, job): job for job in stage}
@@ -275,15 +284,14 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
     return failed
 
 
-def _start_worker(scale: str, parent: int) -> None:
+def _start_worker(scale: str) -> None:
     """Prepares a process of the pool, which ends with its parent however that ends."""
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _start(scale)
 
 
-def _follow(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
     os._exit(1)  # runs resume from their checkpoints
 
 
@@ -309,7 +317,7 @@ def _run(job: Job) -> str | None:
                 run.train(config, args.workdir)
         except SystemExit as error:  # its line is printed
             return f"status {error.code}" if error.code else None
-        except (ConfigError, NonFinite, SaveFailed, ValueError, OSError) as error:
+        except (ConfigError, NonFinite, ValueError, OSError) as error:
             return in_one_line(error)
     return None
 
@@ -327,6 +335,6 @@ def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
         cells |= {text(cell): cell for cell in entry["cells"]}
         entry = entry | {"cells": list(cells.values())}
     stored["artifacts"][name] = entry
-    order = [a.id for paper in DECLARED for a in paper.artifacts if a.id in stored["artifacts"]]
-    stored["artifacts"] = {name: stored["artifacts"][name] for name in order}
+    entries = stored["artifacts"]
+    stored["artifacts"] = {name: entries[name] for name in ARTIFACTS if name in entries}
     write_file(path, json.dumps(stored, indent=1) + "\n")

@@ -57,8 +57,12 @@ def make_parser() -> CommandParser:
     add("--batch", type=Argument(Count), default=128, help="images on one GPU")
     add("--resolution", help="224 or 224x320; default: the model's own")
     add("--options", default="", help="overrides of the model's options: depth=6,window_size=8")
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, default="bfloat16", help="compute dtype")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="compute dtype",
+    )
     add("--train", action="store_true", help="measure training steps, not evaluation")
     add("--seconds", type=Argument(Positive), default=60.0, help="for everything")
     add("--out", type=pathlib.Path, help="file for the choices; default: the cache folder")

@@ -32,14 +32,12 @@ _OF_THE_TEXT = (
     "imprint=none,between=retnet",
 )
 
-_TRAINING = {
+_FIELDS = {
     "epochs": lambda c: c.epochs,
     "optimizer": lambda c: c.optim.name,
     "lr_schedule": lambda c: c.optim.schedule,
     "learning_rate": lambda c: c.optim.learning_rate,
     "dataset": lambda c: "ImageNet1k",
-}
-_MODELS = {
     "patch_size": lambda c: find_model(c.model.name).options.patch_size,
     "attention_heads": lambda c: find_model(c.model.name).options.heads,
     "batch_size": lambda c: c.batch_size,
@@ -49,7 +47,7 @@ _MODELS = {
 
 
 def _setting(key: Mapping[str, Any]) -> str:
-    return setting_text((_TRAINING | _MODELS)[key["setting"]](recipe_config("cat:variant=cat_5")))
+    return setting_text(_FIELDS[key["setting"]](recipe_config("cat:variant=cat_5")))
 
 
 ARTIFACTS = (

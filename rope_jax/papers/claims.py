@@ -84,8 +84,11 @@ class Claim:
             numbers = [{}, {}]
             if at or not self.at:
                 numbers = [_average(value, one, at or (None,)) for one in (run, base)]
-            verdict = judge(*numbers, self.margin)
-            yield {"claim": self.words(run, name)} | verdict | {"after_the_fact": after_the_fact}
+            yield {
+                "claim": self.words(run, name),
+                **judge(*numbers, self.margin),
+                "after_the_fact": after_the_fact,
+            }
 
     def pairs(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
         """The runs that are claimed to be better, each with the one that it is compared with."""

@@ -90,13 +90,14 @@ def result(artifact: Artifact, lab: Lab, folder: pathlib.Path) -> dict[str, Any]
     name = artifact.id.replace("/", "_")
     files = artifact.draw(lab, cells, folder / f"{name}.png") if available() else []
     rows = [rows[0] for run in artifact.runs(lab) for _, rows in lab.rows(run).values()]
-    protocol = dict.fromkeys(f"{r['dataset']} {r['split']}, {r['protocol']}" for r in rows)
     return {
         "title": artifact.title,
         "quantity": artifact.quantity,
         "note": artifact.note,
         "columns": getattr(artifact, "columns", "position"),
-        "protocol": list(protocol),
+        "protocol": list(
+            dict.fromkeys(f"{r['dataset']} {r['split']}, {r['protocol']}" for r in rows)
+        ),
         "cells": cells,
         "claims": artifact.verdicts(lab),
         "files": [path.name for path in files],

@@ -3,25 +3,20 @@
 import contextlib
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from rope_jax.analysis import plots
 from rope_jax.analysis.rotation import READINGS, rotation_angles
+from rope_jax.papers.kinds import make_cell
+from rope_jax.papers.lab import single
 from rope_jax.positions import PerLayer, Stage, create_position
 from rope_jax.positions.frequencies import ladder
 from rope_jax_kernels import Rotation
 
 HEAD_DIM, WIDTHS, HEADS = 32, (256, 512), 8
 PARTS = ("stays", "x, real", "x, imaginary", "y, real", "y, imaginary")
-
-
-def _cell(key: dict[str, Any], ours: Any, published: Any = None, note: str = "") -> dict[str, Any]:
-    if isinstance(ours, float):
-        ours = {"mean": ours, "interval": None, "seeds": [], "runs": []}
-    return {"key": key, "published": published, "ours": ours, "note": note}
 
 
 def _rotation(position: str, **sizes: int) -> Rotation | None:
@@ -75,7 +70,7 @@ def channels(schemes: Sequence[str]):
         with contextlib.suppress(ValueError):  # it turns no channels
             parts[name] = channel_parts(name)
     cells = [
-        _cell({"position": name, "channel": channel, "quantity": "part"}, part)
+        make_cell({"position": name, "channel": channel, "quantity": "part"}, None, part)
         for name, row in parts.items()
         for channel, part in enumerate(row)
     ]
@@ -98,11 +93,18 @@ def angles(schemes: Sequence[str]):
         for name, curve in curves.items():
             for dimension in (0, width // 4, width // 2, 3 * width // 4, width - 1):
                 key = {"reading": name, "width": width, "dimension": dimension, "quantity": "angle"}
-                cells.append(_cell(key, float(curve[dimension])))
+                cells.append(make_cell(key, None, single(float(curve[dimension]))))
 
     def draw(path: pathlib.Path) -> None:
-        labels = {"x": "dimension", "y": "angle at coordinate 1 (radians)", "yscale": "log"}
-        plots.curves_by_panel(panels, {}, path, title="Angles of rotation", **labels)
+        plots.curves_by_panel(
+            panels,
+            {},
+            path,
+            title="Angles of rotation",
+            x="dimension",
+            y="angle at coordinate 1 (radians)",
+            yscale="log",
+        )
 
     return cells, draw
 
@@ -115,9 +117,10 @@ def decay(schemes: Sequence[str]):
     note = "published: the printed formula 10000^(-2i/d); ours: the ladder of cat_rope(mode=paper)"
     cells = []
     for tick in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        mine = float(ours[round(tick * pairs)]) if tick < 1 else None
         key = {"depth": tick, "quantity": "frequency"}
-        cells.append(_cell(key, mine, 10_000.0**-tick, note if tick < 1 else "not on the ladder"))
+        mine = single(float(ours[round(tick * pairs)])) if tick < 1 else None
+        words = note if tick < 1 else "not on the ladder"
+        cells.append(make_cell(key, 10_000.0**-tick, mine, words))
 
     def draw(path: pathlib.Path) -> None:
         curves = {
@@ -127,7 +130,13 @@ def decay(schemes: Sequence[str]):
         for name, steps in _ladders(schemes, WIDTHS[0]).items():
             places = np.linspace(0, 1, len(steps), endpoint=False)
             curves[name] = dict(zip(places, np.sort(steps)[::-1], strict=True))
-        labels = {"x": "feature dimension, relative", "y": "frequency (radians per unit)"}
-        plots.curves_by_panel({"": curves}, {}, path, title="Decay curve", **labels)
+        plots.curves_by_panel(
+            {"": curves},
+            {},
+            path,
+            title="Decay curve",
+            x="feature dimension, relative",
+            y="frequency (radians per unit)",
+        )
 
     return cells, draw

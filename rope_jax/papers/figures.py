@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Array
@@ -12,19 +12,13 @@ from rope_jax.analysis import plots
 from rope_jax.analysis.analyses import image_batches
 from rope_jax.analysis.attention import attention_statistics
 from rope_jax.analysis.correlation import position_correlation, stage_positions
-from rope_jax.analysis.joining import (
-    LAMBDAS,
-    PARTS,
-    TERMS,
-    measure_joining,
-    position_measures,
-    trend,
-)
+from rope_jax.analysis.joining import measure_batches, position_measures, trend
 from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
 from rope_jax.papers.claims import Verdict, judge
 from rope_jax.papers.kinds import (
     Artifact,
     Cell,
+    Key,
     explain,
     given_dataset,
     given_runs,
@@ -55,20 +49,41 @@ class Lines(Artifact):
         if lab.given is not None:
             return given_runs(lab)
         own = [run.with_position(scheme) for scheme in lab.schemes for run in self.lines]
-        return [run for run in dict.fromkeys([*self.lines, *own]) if lab.wants(run)]
+        return [run for run in dict.fromkeys([*self.lines, *own]) if lab.wants(run.names)]
+
+    def draw_layers(
+        self,
+        lab: Lab,
+        cells: Sequence[Cell],
+        path: pathlib.Path,
+        *,
+        panel: Callable[[Key], str],
+        y: str,
+    ) -> list[pathlib.Path]:
+        """Draws numbers over layers: a panel for each text of `panel`, a line for each scheme."""
+        panels: dict[str, dict[str, dict[int, float]]] = {}
+        for each in cells:
+            key, ours = each["key"], each["ours"]
+            lines = panels.setdefault(panel(key), {})
+            points = lines.setdefault(key["position"], {})
+            if ours is not None:
+                points[key["layer"]] = ours["mean"]
+        title = f"{self.title}\n{lab_words(lab)}"
+        plots.curves_by_panel(panels, {}, path, title=title, x="layer", y=y)
+        return [path]
 
 
 @dataclasses.dataclass(frozen=True)
 class Curves(Lines):
     """Accuracy over test resolution: a panel for each model, a line for each scheme.
 
+    Published numbers, those of Heo et al.'s code, are drawn dashed.
+
     Attributes:
         at: test sides in pixels.
-        source: table of published numbers, drawn dashed.
     """
 
     at: Sequence[int] = ()
-    source: str = "heo/code"
 
     quantity, label, zero = "top1", "top-1 accuracy (%)", False
 
@@ -85,7 +100,7 @@ class Curves(Lines):
                 printed = find_published(**name, **key)
                 ours = lab.measured(lab.scores(run, side))
                 key = {k: v for k, v in name.items() if v} | key | {"quantity": self.quantity}
-                shown = [c.value for c in printed if lab.given or c.artifact == self.source]
+                shown = [c.value for c in printed if lab.given or c.artifact == "heo/code"]
                 note = explain(lab, run, side, None, ours)
                 made.append(make_cell(key, next(iter(shown), None), ours, note))
         return made
@@ -95,10 +110,16 @@ class Curves(Lines):
         if lab.small_scale and lab.given is None:  # of other images: in panels of their own
             printed = {f"{name}: published, ImageNet-1k": lines for name, lines in printed.items()}
             ours |= {name: {} for name, lines in printed.items() if any(lines.values())}
-        columns = 2 if len(ours) in (2, 4) else 3
-        x, title = "test resolution (pixels)", f"{self.title}\n{lab_words(lab)}"
-        words = {"title": title, "x": x, "y": self.label, "zero": self.zero}
-        plots.curves_by_panel(ours, printed, path, columns=columns, **words)
+        plots.curves_by_panel(
+            ours,
+            printed,
+            path,
+            title=f"{self.title}\n{lab_words(lab)}",
+            x="test resolution (pixels)",
+            y=self.label,
+            zero=self.zero,
+            columns=2 if len(ours) in (2, 4) else 3,
+        )
         return [path]
 
 
@@ -171,9 +192,8 @@ class Attention(Lines):
         count = lab.count or (32 if lab.scale == "smoke" else 256)
 
         def measure(loaded: LoadedModel) -> dict[str, list[float]]:
-            images = lab.data.get("imagenet") if lab.scale == "released" else None
-            batches = image_batches(loaded, images, str(size), count, 32)
-            statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
+            images = _batches(lab, loaded, str(size), count, 32)
+            statistics = attention_statistics(loaded.model, images)
             return {
                 name: [float(np.mean(heads)) for heads in getattr(statistics, name)]
                 for name in ("distance", "entropy")
@@ -203,17 +223,9 @@ class Attention(Lines):
         return {seed: middle(x) for seed, (_, x) in self.layers(lab, run, side).items()}
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
-        panels: dict[str, dict[str, dict[int, float]]] = {}
-        for each in cells:
-            key, ours = each["key"], each["ours"]
-            line = panels.setdefault(f"{key['resolution'][0]} px", {})
-            points = line.setdefault(key["position"], {})
-            if ours is not None:
-                points[key["layer"]] = ours["mean"]
         unit = {"distance": "tokens", "entropy": "nats"}[self.statistic]
-        title, y = f"{self.title}\n{lab_words(lab)}", f"{self.quantity} ({unit})"
-        plots.curves_by_panel(panels, {}, path, title=title, x="layer", y=y)
-        return [path]
+        panel = lambda key: f"{key['resolution'][0]} px"
+        return self.draw_layers(lab, cells, path, panel=panel, y=f"{self.quantity} ({unit})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,13 +280,17 @@ class Maps(Lines):
             layers = {s: x for s, x in layers.items() if None not in x}
             last, first = ({s: x[k] for s, x in layers.items()} for k in (-1, 0))
             growth = {s: trend(x) for s, x in layers.items()}
-            late = {"after_the_fact": lab.given is not None}
             for words, verdict in (
                 ("reach grows with the depth", judge(growth, dict.fromkeys(growth, 0.0))),
                 ("reach of the last layer above that of the first", judge(last, first)),
             ):
-                claim = {"claim": f"{words}, {run.position}, {lab.model_name(run)}"}
-                made.append(claim | verdict | late)
+                made.append(
+                    {
+                        "claim": f"{words}, {run.position}, {lab.model_name(run)}",
+                        **verdict,
+                        "after_the_fact": lab.given is not None,
+                    }
+                )
         return made
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
@@ -286,8 +302,14 @@ class Maps(Lines):
                 rows += 1
         if not shown:
             return []
-        words = {"title": f"{self.title}\n{lab_words(lab)}", "label": self.label}
-        plots.panels(shown, path, mark=None, columns=min(len(shown) // rows, 6), **words)
+        plots.panels(
+            shown,
+            path,
+            title=f"{self.title}\n{lab_words(lab)}",
+            label=self.label,
+            mark=None,
+            columns=min(len(shown) // rows, 6),
+        )
         return [path]
 
 
@@ -333,21 +355,17 @@ class Layers(Lines):
     """Numbers of each layer of trained models: a panel for each number, a line for each scheme.
 
     Attributes:
-        measured: of a batch of images: a number for each layer by name.
+        names: of those that `measure_batches` returns, as far as a model has them.
     """
 
-    measured: Callable[[LoadedModel, Array], dict[str, np.ndarray]] | None = None
+    names: Sequence[str] = ()
 
     def _values(self, lab: Lab, run: Run) -> dict[int, tuple[str, dict[str, Sequence[float]]]]:
         count = lab.count or (8 if lab.scale == "smoke" else 64)
 
         def measure(loaded: LoadedModel) -> dict[str, np.ndarray]:
-            images = lab.data.get("imagenet") if lab.scale == "released" else None
-            batches = [x for _, x in image_batches(loaded, images, None, count, 16)]
-            values = [self.measured(loaded, batch) for batch in batches]
-            weights = [len(batch) for batch in batches]
-            average = lambda name: np.average([x[name] for x in values], axis=0, weights=weights)
-            return {name: average(name) for name in values[0]}
+            values = measure_batches(loaded.model, _batches(lab, loaded, None, count, 16))
+            return {name: values[name] for name in self.names if name in values}
 
         return lab.analyse(run, f"{self.name}_{count}", measure)
 
@@ -355,26 +373,19 @@ class Layers(Lines):
         return [x for run in self.runs(lab) for x in layer_cells(lab, run, self._values(lab, run))]
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
-        panels: dict[str, dict[str, dict[int, float]]] = {}
-        for each in cells:
-            key = each["key"]
-            line = panels.setdefault(f"{key['model']}: {key['quantity']}", {})
-            line.setdefault(key["position"], {})[key["layer"]] = each["ours"]["mean"]
-        title = f"{self.title}\n{lab_words(lab)}"
-        plots.curves_by_panel(panels, {}, path, title=title, x="layer", y="")
-        return [path] if panels else []
+        if not cells:  # no run is trained yet
+            return []
+        panel = lambda key: f"{key['model']}: {key['quantity']}"
+        return self.draw_layers(lab, cells, path, panel=panel, y="")
 
 
-def shares_of_norm(loaded: LoadedModel, images: Array) -> dict[str, np.ndarray]:
-    """Equation 2: lambda 1, 2 and 3 (not of LaPE), and the sizes of both parts."""
-    values = measure_joining(loaded.model, images)
-    return {name: values[name] for name in (*LAMBDAS, *PARTS) if name in values}
-
-
-def sizes_of_terms(loaded: LoadedModel, images: Array) -> dict[str, np.ndarray]:
-    """Equation 3: the root mean square of each term of the logits."""
-    values = measure_joining(loaded.model, images)
-    return {name: values[name] for name in TERMS}
+def _batches(
+    lab: Lab, loaded: LoadedModel, resolution: str | None, count: int, batch_size: int
+) -> Iterator[Array]:
+    """Normalised images of a run's test split, or at the scale released of --data."""
+    images = lab.data.get("imagenet") if lab.scale == "released" else None
+    batches = image_batches(loaded, images, resolution, count, batch_size)
+    return (batch for _, batch in batches)
 
 
 def _token(place: tuple[float, float], grid: Grid) -> Grid:

@@ -43,8 +43,9 @@ def _dense(recipe: str, prefix: str = ""):
     def run(key: Mapping[str, Any]) -> Run:
         size = key["model"].removesuffix("16").split("_")[1]
         variant = f"{prefix}{size}" if key["model"].startswith("deit3") else key["model"]
-        recipe_words = f"{recipe}:variant={variant}"
-        return Run(key["model"], key["position"], recipe_words, after=_backbone(key))
+        return Run(
+            key["model"], key["position"], f"{recipe}:variant={variant}", after=_backbone(key)
+        )
 
     return run
 

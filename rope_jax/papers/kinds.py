@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rope_jax.papers.claims import Claim, Verdict
-from rope_jax.papers.lab import SETS, Lab
+from rope_jax.papers.lab import IMAGENET_SETS, Lab
 from rope_jax.papers.runs import Run
 
 Key = Mapping[str, Any]
@@ -71,12 +71,17 @@ class Artifact:
         late, runs = lab.given is not None, self.runs(lab)
         if not late:
             runs = list({lab.run_folder(run, None): run for run in reversed(runs)}.values())
-        options = {"sides": lab.distinct_sides, "name": lab.model_name}
         value = functools.partial(self.value, lab)
-        return [v for claim in self.claims for v in claim.judge(runs, value, late, **options)]
+        return [
+            verdict
+            for claim in self.claims
+            for verdict in claim.judge(
+                runs, value, late, sides=lab.distinct_sides, name=lab.model_name
+            )
+        ]
 
 
-def make_cell(key: Key, published: Any, ours: Any, note: str) -> Cell:
+def make_cell(key: Key, published: Any, ours: Any, note: str = "") -> Cell:
     """A cell of results.json."""
     return {"key": dict(key), "published": published, "ours": ours, "note": note}
 
@@ -88,15 +93,16 @@ def key_names(key: Key) -> set[str]:
 
 def explain(lab: Lab, run: Run, side: int | None, dataset: str | None, ours: Any) -> str:
     """What a reader should know about a cell: what stands in, or why it is empty."""
-    if ours is None and dataset in SETS:
+    if ours is None and dataset in IMAGENET_SETS:
         if lab.small_scale:
             return "needs ImageNet: --scale=released or full"
-        return f"rope_jax evaluate WORKDIR --dataset={SETS[dataset]} --images=FOLDER adds it"
-    if ours is None:
-        if lab.scale != "released":
-            return "not trained yet"
+        name = IMAGENET_SETS[dataset]
+        return f"rope_jax evaluate WORKDIR --dataset={name} --images=FOLDER adds it"
+    if ours is None and lab.scale == "released":
         named = run.data in lab.data
         return "no weights were published" if named else f"needs --data={run.data}=FOLDER"
+    if ours is None:
+        return "not trained yet"
     if not lab.small_scale or lab.given is not None:
         return ""
     if run.task != "classify":
@@ -115,8 +121,7 @@ def lab_words(lab: Lab) -> str:
 def given_runs(lab: Lab) -> list[Run]:
     """The user's runs as runs of a paper."""
     models = [result.config.model for result in lab.given]
-    runs = [Run(m.name, m.position, "given", m.options) for m in models]
-    return list(dict.fromkeys(runs))
+    return list(dict.fromkeys(Run(m.name, m.position, "given", m.options) for m in models))
 
 
 def given_dataset(lab: Lab) -> str:

@@ -5,7 +5,7 @@ import functools
 import json
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from rope_jax.weights.released import ReleasedWeights
 Measured = dict[str, Any]  # mean, interval, seeds, runs
 _EPOCHS = {"classify": {"smoke": 0.5, "small": 20.0}, "segment": {"small": 20.0},
            "detect": {"small": 8.0}, "mask": {"small": 4.0}}  # fmt: skip
-SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
+IMAGENET_SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
 # Heads of the stand-ins in segmentation of scenes; the cells of a patch have 2 pixels.
 _HEADS = {"deit3": "linear(cells=4)", "vit_adapter": "upernet(width=32)"}
 _TINY_HEADS = {
@@ -93,9 +93,9 @@ class Lab:
     limit: int | None = None
     only: tuple[str, ...] = ()
 
-    def wants(self, run: Run | None) -> bool:
-        """Whether a run is among those of `only`."""
-        return not self.only or (run is not None and bool({*self.only} & {*run.names}))
+    def wants(self, names: Collection[str]) -> bool:
+        """Whether a row or line with these names is among those of `only`."""
+        return not self.only or not set(names).isdisjoint(self.only)
 
     @property
     def small_scale(self) -> bool:
@@ -117,8 +117,7 @@ class Lab:
     @property
     def images(self) -> str:
         """The images of small scales, in words."""
-        path = self.data.get("images")
-        return pathlib.Path(path).stem if path else "digits"
+        return pathlib.Path(self.data.get("images", "digits")).stem
 
     def model_name(self, run: Run) -> str:
         """The model of a run, or what stands in for its family."""
@@ -167,16 +166,15 @@ class Lab:
 
     def run_folder(self, run: Run, seed: int | None) -> pathlib.Path:
         """The workdir of a run."""
-        if not self.small_scale:
-            name = run.full_name() if self.scale == "full" else f"{run.model}-{run.position}"
-            if self.scale == "released" and run.task != "classify":
-                name += f"-{run.recipe.partition(':')[0]}"
+        dense = run.task != "classify"
+        if self.scale == "full":
+            names = [run.full_name()]
+        elif self.scale == "released":
+            names = [run.model, run.position, dense and run.recipe_name]
         else:
-            task = "" if run.task == "classify" else run.task
-            extra = _added_options(run, stand_in(run.model))
-            names = [stand_in(run.model).family, task, run.position, extra]
-            name = "-".join(filter(None, names))
-        return self.folder / (f"{name}-{seed}" if seed else name)
+            small = stand_in(run.model)
+            names = [small.family, dense and run.task, run.position, _added_options(run, small)]
+        return self.folder / "-".join(map(str, filter(None, [*names, seed])))
 
     def _stage_jobs(self, run: Run, seed: int | None) -> list[Job]:
         folder = self.run_folder(run, seed)
@@ -191,12 +189,12 @@ class Lab:
         else:
             words = self._stand_in_words(run, seed)
         words += [f"--plugins={name}" for name in self.plugins]
-        train = ["train", *words, f"--workdir={folder}"]
-        jobs = [Job(tuple(train), folder / "results.json")]
+        train = ("train", *words, f"--workdir={folder}")
+        jobs = [Job(train, folder / "results.json")]
         if run.recipe.startswith("upernet:") and "adapter" not in run.recipe:
             scales = "0.5,0.75,1.0,1.25,1.5,1.75" if self.scale == "full" else "1.0"
-            evaluate = ["evaluate", str(folder), f"--scales={scales}", "--flip", "--pictures=0"]
-            jobs.append(Job(tuple(evaluate), folder / "evaluations.json"))
+            evaluate = ("evaluate", str(folder), f"--scales={scales}", "--flip", "--pictures=0")
+            jobs.append(Job(evaluate, folder / "evaluations.json"))
         return jobs
 
     def _resolutions(self, sides: Iterable[int], trained: int) -> str:
@@ -227,12 +225,13 @@ class Lab:
             words.append(self._resolutions(sorted(sides), small.side))
         else:
             recipe = {"segment": "scenes", "detect": "scenes_boxes", "mask": "scenes_masks"}[task]
-            before = self.stages(run)[-2]
-            arguments = f"position={run.position},seed={seed}"
-            length = f"--config.epochs={epochs}" if epochs else "--config.steps=3"
-            words = [f"--config={recipe}:{arguments}", length]
-            words += [f"--config.init_from={self.run_folder(before, seed)}"]
-            words += ["--config.eval.resolutions=()", "--config.optim.warmup_steps=0"]
+            words = [
+                f"--config={recipe}:position={run.position},seed={seed}",
+                f"--config.epochs={epochs}" if epochs else "--config.steps=3",
+                f"--config.init_from={self.run_folder(self.stages(run)[-2], seed)}",
+                "--config.eval.resolutions=()",
+                "--config.optim.warmup_steps=0",
+            ]
             if task == "segment":
                 words += [f"--config.model.head={_HEADS.get(small.family, 'linear(cells=8)')}"]
             elif self.scale == "smoke":
@@ -242,13 +241,17 @@ class Lab:
     def _classification(self, position: str, seed: int, epochs: float) -> list[str]:
         arguments = f"position={position},seed={seed},epochs={epochs}"
         if self.scale == "smoke" or "images" not in self.data:
-            augment = "--config.data.augment=resized_crop(scale_min=0.8)"
-            batch = ["--config.batch_size=32"] if self.scale == "smoke" else []
-            return [f"--config=digits:{arguments}", augment, *batch]
+            return [
+                f"--config=digits:{arguments}",
+                "--config.data.augment=resized_crop(scale_min=0.8)",
+                *(["--config.batch_size=32"] if self.scale == "smoke" else []),
+            ]
         path = self.data["images"]
         if not path.endswith(".npz"):
-            crops = "augment=resized_crop(scale_min=0.35)"
-            return [f"--config=fashion_mnist:{arguments},{crops}", f"--config.data.path={path}"]
+            return [
+                f"--config=fashion_mnist:{arguments},augment=resized_crop(scale_min=0.35)",
+                f"--config.data.path={path}",
+            ]
         return [
             f"--config=own_images:{arguments},source=npz,batch=128",
             f"--config.data.path={path}",
@@ -261,13 +264,19 @@ class Lab:
     def _evaluations(self, run: Run, folder: pathlib.Path) -> list[Job]:
         """The commands that evaluate the authors' weights: on each set that --data names."""
         weights, jobs = self.released(run), []
-        for name in (run.data, *(SETS if run.task == "classify" else ())):
+        for name in (run.data, *(IMAGENET_SETS if run.task == "classify" else ())):
             if name not in self.data:
                 continue
             out = folder / f"evaluations_{name}.json"
-            words = ["evaluate", f"--model={run.model}", f"--position={weights.position}"]
-            words += [f"--pretrained={weights.tag}", f"--dataset={SETS.get(name, name)}"]
-            words += [f"--images={self.data[name]}", f"--out={out}"]
+            words = [
+                "evaluate",
+                f"--model={run.model}",
+                f"--position={weights.position}",
+                f"--pretrained={weights.tag}",
+                f"--dataset={IMAGENET_SETS.get(name, name)}",
+                f"--images={self.data[name]}",
+                f"--out={out}",
+            ]
             if name == "imagenet":
                 trained = weights.image_size or 224
                 of_model = (at for name, at in self.sizes.items() if name.endswith(f" {run.model}"))
@@ -286,7 +295,7 @@ class Lab:
         """The authors' weights of a run; None if there are none, or no images for them."""
         if run.data.startswith("cifar") or run.data not in self.data or run.options:
             return None
-        head = None if run.task == "classify" else run.recipe.partition(":")[0]
+        head = None if run.task == "classify" else run.recipe_name
         for weights in list_weights(run.model):
             if weights.head == head and same_position(weights.position, run.position):
                 return weights
@@ -294,11 +303,11 @@ class Lab:
 
     # Results.
 
-    def rows(self, run: Run) -> dict[int, tuple[str, list[Row]]]:
-        """The rows of a run's results by seed, with the name of its folder; none before its end."""
+    def rows(self, run: Run) -> dict[int, tuple[pathlib.Path, list[Row]]]:
+        """The rows of a run's results by seed, with its folder; none before its end."""
         if self.given is not None:
             return {
-                result.config.seed: (result.workdir.name, [*result.rows, *result.others])
+                result.config.seed: (result.workdir, [*result.rows, *result.others])
                 for result in self.given
                 if _same_model(run, result.config.model)
             }
@@ -311,11 +320,12 @@ class Lab:
                 files = sorted(folder.glob("evaluations_*.json"))
                 rows = [row for file in files for row in read_evaluations(file)]
             elif (folder / "results.json").exists():
-                rows = _rows_of(folder, *(_changed(folder / name) for name in _RESULTS))
+                files = (folder / "results.json", folder / "evaluations.json")
+                rows = _rows_of(folder, *(x.stat().st_mtime_ns for x in files if x.exists()))
             else:
                 rows = []
             if rows:
-                found[number if seed is None else seed] = (folder.name, rows)
+                found[number if seed is None else seed] = (folder, rows)
         return found
 
     def test_size(self, run: Run, side: int) -> int:
@@ -343,7 +353,7 @@ class Lab:
                 size = [self.test_size(run, side)] * 2
                 rows = [row for row in rows if row["resolution"] == size]
             if rows:
-                chosen[seed] = (folder, rows[0])
+                chosen[seed] = (folder.name, rows[0])
         return chosen
 
     def measured(
@@ -378,45 +388,27 @@ class Lab:
     ) -> dict[int, tuple[str, Any]]:
         """`function` of a run's model by seed, kept in the run's folder as reproduce_NAME.json."""
         values = {}
-        for seed, (_, rows) in self.rows(run).items():
-            folder = self._folder_of(run, seed)
+        for seed, (folder, rows) in self.rows(run).items():
             path = folder / f"reproduce_{name}.json"
             step = rows[0].get("asked", {}).get("step")
             stored = read_json(path) if path.exists() else None
             if stored is None or stored["step"] != step:
                 try:
-                    value = function(self.load(run, seed))
+                    stored = {"step": step, "value": function(self.load(run, folder))}
                 except ValueError:
                     if self.given is None and run.position not in self.schemes:
                         raise
                     continue  # not defined for a scheme of the user's
-                stored = {"step": step, "value": value}
                 write_file(path, json.dumps(stored, default=np.ndarray.tolist))
                 stored = read_json(path)
             values[seed] = (folder.name, stored["value"])
         return values
 
-    def _folder_of(self, run: Run, seed: int) -> pathlib.Path:
-        if self.given is None:
-            return self.run_folder(run, seed if self.scale != "full" or self.seeds else None)
-        return next(
-            result.workdir
-            for result in self.given
-            if result.config.seed == seed and _same_model(run, result.config.model)
-        )
-
-    def load(self, run: Run, seed: int) -> LoadedModel:
-        """The trained model of a run, or the authors'."""
+    def load(self, run: Run, folder: pathlib.Path) -> LoadedModel:
+        """The trained model of a run in a folder, or the authors'."""
         if self.scale != "released" or self.given is not None:
-            return load_run(str(self._folder_of(run, seed)))
+            return load_run(str(folder))
         return load_published(self.released(run), self.weights_dir)
-
-
-_RESULTS = ("results.json", "evaluations.json")
-
-
-def _changed(path: pathlib.Path) -> int:
-    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -442,13 +434,16 @@ def _added_options(run: Run, small: StandIn) -> str:
 
 
 def _row_fits(row: Row, dataset: str | None, views: str) -> bool:
-    asked = row.get("asked", {})
-    wanted = None if dataset is None else SETS.get(dataset)
-    if asked.get("dataset") in SETS.values() and asked["dataset"] != wanted:
-        return False
-    if wanted is not None and asked.get("dataset") != wanted:
-        return False
-    return ("flip" in row["protocol"]) == (views == "multi-scale")
+    """Whether a row is of a data set (None or that of the run: of no further set), and of views."""
+    asked = row.get("asked", {}).get("dataset")
+    further = asked if asked in IMAGENET_SETS.values() else None
+    has_views = ("flip" in row["protocol"]) == (views == "multi-scale")
+    return further == IMAGENET_SETS.get(dataset) and has_views
+
+
+def single(number: float) -> Measured:
+    """A number that is not of runs."""
+    return {"mean": number, "interval": None, "seeds": [], "runs": []}
 
 
 def _number(value: Row | float, score: str | None) -> float:

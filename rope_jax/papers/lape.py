@@ -4,16 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rope_jax.analysis.joining import LAMBDAS, PARTS, TERMS
 from rope_jax.config import Config
 from rope_jax.papers.claims import above
-from rope_jax.papers.figures import (
-    Layers,
-    Maps,
-    correlation_maps,
-    reach,
-    shares_of_norm,
-    sizes_of_terms,
-)
+from rope_jax.papers.figures import Layers, Maps, correlation_maps, reach
 from rope_jax.papers.runs import Run
 from rope_jax.papers.tables import Settings, Table, recipe_config, setting_text
 
@@ -161,7 +155,7 @@ ARTIFACTS = (
         "equation_2",
         "Shares of tokens, position and bias in a layer's norm: lambda 1, 2 and 3",
         lines=[run for lines in _LINES.values() for run in lines],
-        measured=shares_of_norm,
+        names=(*LAMBDAS, *PARTS),
         note="with LaPE, whose positions have a norm of their own, there are no lambdas: both "
         "parts have sizes, the root mean square",
     ),
@@ -169,7 +163,7 @@ ARTIFACTS = (
         "equation_3",
         "Sizes of the four terms of queries and keys",
         lines=[run for lines in _LINES.values() for run in lines],
-        measured=sizes_of_terms,
+        names=TERMS,
         note="root mean square over keys, of which the mean is subtracted; mean of the heads",
     ),
 )

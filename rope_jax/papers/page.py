@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax.analysis.page import anchor, link_list, paragraph, picture, table, to_html
+from rope_jax.analysis.page import anchor, paragraph, picture, table, to_html
 from rope_jax.names.text import size_text
 
 Result = Mapping[str, Any]  # an artifact of results.json
@@ -14,7 +14,7 @@ _HIDDEN = {"dataset", "quantity", "batch_size", "task"}
 
 def write_pages(results: Mapping[str, Any], folder: pathlib.Path, papers: Sequence[Any]) -> None:
     """Writes PAPER.html for each paper of the results, and index.html with links to all."""
-    links = {}
+    links = []
     for paper in papers:
         sections = {}
         for artifact in paper.artifacts:
@@ -26,16 +26,15 @@ def write_pages(results: Mapping[str, Any], folder: pathlib.Path, papers: Sequen
             sections[heading] = artifact_blocks(result, results["scale"], folder)
             claims = [claim["verdict"] for claim in result["claims"]]
             counts = ", ".join(f"{claims.count(word)} {word}" for word in dict.fromkeys(claims))
-            address = f"{paper.name}.html#{anchor(heading)}"
-            links[f"{paper.title}, {heading}"] = (address, progress(result), counts)
+            link = f"[{paper.title}, {heading}]({paper.name}.html#{anchor(heading)})"
+            links.append((link, progress(result), counts))
         if sections:
             sections |= {"Remarks": [paragraph(text) for text in paper.remarks()]}
             text = to_html(f"{paper.title}: reproduced at scale {results['scale']}", sections)
             (folder / f"{paper.name}.html").write_text(text)
-    header = ("table or figure", "numbers of ours", "claims")
-    index = {"Tables and figures": [link_list(header, links)]}
     title = f"Four papers, reproduced at scale {results['scale']}"
-    (folder / "index.html").write_text(to_html(title, index))
+    index = table(("table or figure", "numbers of ours", "claims"), links)
+    (folder / "index.html").write_text(to_html(title, {"Tables and figures": [index]}))
 
 
 def progress(result: Result) -> str:
@@ -91,15 +90,10 @@ def tables(result: Result, scale: str) -> list[tuple[list[str], list[list[str]]]
     """
     settings = [cell for cell in result["cells"] if "setting" in cell["key"]]
     numbers = [cell for cell in result["cells"] if "setting" not in cell["key"]]
-    made = []
-    if settings:
-        made.append(_settings(settings))
-    if numbers:
-        alike = scale in ("released", "full")
-        shown = ["both"] if alike else ["ours", "published"]
-        for what in shown:
-            if what == "both" or any(cell[what] is not None for cell in numbers):
-                made.append(_pivot(numbers, result["columns"], what))
+    made = [_settings(settings)] if settings else []
+    for what in ["both"] if scale in ("released", "full") else ["ours", "published"]:
+        if any(what == "both" or cell[what] is not None for cell in numbers):
+            made.append(_pivot(numbers, result["columns"], what))
     return made
 
 

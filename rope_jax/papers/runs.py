@@ -41,33 +41,29 @@ class Run:
     @property
     def task(self) -> Task:
         """What its model does."""
-        return _TASKS.get(self._recipe_name, "classify")
+        return _TASKS.get(self.recipe_name, "classify")
 
     @property
     def data(self) -> str:
         """The images that it is trained on: "imagenet", "cifar10", "coco" or "ade20k"."""
-        if self._recipe_name == "cct":
+        if self.recipe_name == "cct":
             return "cifar100" if "cifar100" in self.recipe else "cifar10"
-        return _DATA.get(self._recipe_name, "imagenet")
+        return _DATA.get(self.recipe_name, "imagenet")
 
     @property
-    def _recipe_name(self) -> str:
+    def recipe_name(self) -> str:
+        """The recipe without its arguments."""
         return self.recipe.partition(":")[0]
 
     @property
     def sized(self) -> str:
         """What its test sizes are collected by."""
-        return f"{self._recipe_name} {self.model}"
+        return f"{self.recipe_name} {self.model}"
 
     @property
     def stages(self) -> "list[Run]":
         """The runs before it, and itself."""
         return [*(self.after.stages if self.after else []), self]
-
-    @property
-    def label(self) -> str:
-        """Its row or line: the scheme, and the options that the model was given."""
-        return ", ".join(filter(None, (self.position, self.options)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,8 +98,10 @@ class Run:
             arguments["seed"] = seed
         if self.after is not None and "stage=finetune" in self.recipe:
             arguments["init_from"] = before
-        words = [f"--config={with_arguments(self.recipe, **arguments)}"]
-        words.append(f"--config.data.path={data.get(self.data, self.data.upper())}")
+        words = [
+            f"--config={with_arguments(self.recipe, **arguments)}",
+            f"--config.data.path={data.get(self.data, self.data.upper())}",
+        ]
         if self.after is not None and "init_from" not in arguments:
             words.append(f"--config.init_from={before}")
         if self.options:
@@ -156,14 +154,13 @@ def _plain(patch: int, more: str = "", depth: int = 2) -> tuple[str, str]:
     return f"{tiny}{more}", f"patch_size={patch},width=128,depth=4,heads=2{more}"
 
 
-def _stages(more: str, small: str = "") -> tuple[str, str]:
+def _stages(more: str) -> tuple[str, str]:
     rest = f"mlp_ratio=2.0,drop_path=0.0,{more}"
     tiny = f"width=32,depths=(1,1),heads=(1,2),{rest}"
-    return tiny, f"width=64,depths=(2,2),heads=(2,4),{rest}{small}"
+    return tiny, f"width=64,depths=(2,2),heads=(2,4),{rest}"
 
 
 _SIZES = ("width=64,depth=1,heads=1", "width=128,depth=4,heads=2")
-_LAYERS = ("width=64,depth=2,heads=1", "width=128,depth=4,heads=2")
 _MLP = ",mlp_ratio=2.0,drop_path=0.0"
 # The first pattern of a model's name that matches.
 _STAND_INS = {
@@ -184,9 +181,7 @@ _STAND_INS = {
     r"dinat_s_.*": StandIn("dinat_s", "dinat_s_tiny", *_stages("kernel_size=3,dilations=(2,1)")),
     r"nat_.*": StandIn("nat", "nat_mini", *_stages("kernel_size=3")),
     r"dinat_.*": StandIn("dinat", "dinat_mini", *_stages("kernel_size=3,dilations=(2,1)")),
-    r"t2t_.*": StandIn(
-        "t2t", "t2t_vit_7", _SIZES[0].replace("depth=1", "depth=2"), _SIZES[1], side=64, tile=16
-    ),
+    r"t2t_.*": StandIn("t2t", "t2t_vit_7", "width=64,depth=2,heads=1", _SIZES[1], side=64, tile=16),
     r"ceit_.*": StandIn("ceit", "ceit_t", *_SIZES, tile=16),
     r"vit_lite_.*": StandIn("vit_lite", "vit_lite_7_4", *_SIZES, side=16),
     r"cvt_.*": StandIn("cvt", "cvt_7_4", *_SIZES, side=16),

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -22,7 +22,7 @@ from rope_jax.papers.kinds import (
     key_names,
     make_cell,
 )
-from rope_jax.papers.lab import Lab, Measured
+from rope_jax.papers.lab import Lab, Measured, single
 from rope_jax.papers.published import Cell as PublishedCell
 from rope_jax.papers.published import published
 from rope_jax.papers.runs import Run
@@ -32,14 +32,6 @@ from rope_jax.training.setup import load_split
 from rope_jax.weights.create import create_model
 
 SPEEDS = ("images_per_second", "percent_over_rpb")
-
-
-def _with_schemes(keys: Iterable[Key], schemes: Sequence[str]) -> list[Key]:
-    """Keys, and those of the user's schemes in the same places."""
-    keys = list(keys)
-    own = [{**key, "position": scheme} for scheme in schemes for key in keys if key.get("position")]
-    by_text = {json.dumps(key, sort_keys=True): key for key in [*keys, *own]}
-    return list(by_text.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +69,15 @@ class Table(Artifact):
                 and lab.rows(run)
             ]
         by_text = {json.dumps(key, sort_keys=True): (key, value) for key, value in cells}
-        for key in [*self.more, *_with_schemes([key for key, _ in cells], lab.schemes)]:
+        of_user = [
+            key | {"position": scheme}
+            for scheme in lab.schemes
+            for key, _ in cells
+            if key.get("position")
+        ]
+        for key in [*self.more, *of_user]:
             by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
-        names = {*lab.only}
-        wants = lambda key: not names or not names.isdisjoint(key_names(key))
-        return {text: cell for text, cell in by_text.items() if wants(cell[0])}
+        return {text: cell for text, cell in by_text.items() if lab.wants(key_names(cell[0]))}
 
     def wanted(self, lab: Lab) -> bool:
         return bool(self.keys(lab))
@@ -98,11 +94,8 @@ class Table(Artifact):
         return sides
 
     def cells(self, lab: Lab) -> list[Cell]:
-        made = []
-        for key, value in self.keys(lab).values():
-            ours, note = self.measure(lab, key)
-            made.append(make_cell(key, value, ours, note))
-        return made
+        cells = self.keys(lab).values()
+        return [make_cell(key, value, *self.measure(lab, key)) for key, value in cells]
 
     def measure(self, lab: Lab, key: Key) -> tuple[Measured | None, str]:
         """Our number of a cell, and a note."""
@@ -130,9 +123,8 @@ class Table(Artifact):
 
 def train_accuracy(loaded: LoadedModel) -> float:
     """Top-1 accuracy of a run's model on its training images, in percent."""
-    config = loaded.config
-    evaluator = model_evaluator(loaded.model, config)
-    (row,) = evaluator.score(load_split(config, "train"))
+    evaluator = model_evaluator(loaded.model, loaded.config)
+    (row,) = evaluator.score(load_split(loaded.config, "train"))
     return 100 * row["top1"]
 
 
@@ -163,7 +155,7 @@ def count_operations(key: Key) -> tuple[Measured, str]:
         count += 4 * tokens * sum(layers[name].num_features for name in norms)
     if key["quantity"] == "operations_per_parameter":
         count /= sum(module.parameters for module in modules)
-    return {"mean": float(count), "interval": None, "seeds": [], "runs": []}, note
+    return single(float(count)), note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +186,10 @@ class Settings(Artifact):
         made = []
         for printed in published(self.id):
             ours = self.ours(printed.key)
-            note = "no such setting here" if ours is None else "differs"
-            if ours is not None and agrees(printed.value, ours):
-                note = ""
+            if ours is None:
+                note = "no such setting here"
+            else:
+                note = "" if agrees(printed.value, ours) else "differs"
             made.append(make_cell(printed.key, str(printed.value), ours, note))
         return made + [x for table in self._scores for x in table.cells(lab)]
 
