@@ -40,6 +40,7 @@ from rope_jax.commands import evaluate, train
 from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import ConfigError, in_one_line
+from rope_jax.names import plugins
 from rope_jax.names.notation import items
 from rope_jax.names.options import Count, Probability, Range
 from rope_jax.names.text import closest, format_table
@@ -182,7 +183,7 @@ def _lab(args: argparse.Namespace) -> Lab:
         tokens=tuple(args.token),
         limit=args.limit,
         only=tuple(items(args.only)) if args.only else (),
-        plugins=tuple(getattr(args, "plugins", [])),
+        plugins=plugins.find_needed(args.schemes or ""),
     )
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 import rope_jax
 import rope_jax.runs.run
 from rope_jax.analysis.runs import read_runs
+from rope_jax.commands import reproduce
 from rope_jax.config import resolve, to_json
 from rope_jax.data import batches, load, register_source
 from rope_jax.data.images.augment import AUGMENTATIONS
@@ -68,6 +69,15 @@ def test_the_pages_scheme_has_the_pages_option(clean, monkeypatch):
     assert [model.position.base for model in models] == [100, 50]
     plain, changed = (model.position.freqs() for model in models)
     assert plain.sum() < changed.sum()
+
+
+def test_commands_of_reproduce_name_the_plug_in(clean, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    words = ["heo/figure_4", "--scale=full", "--plan", f"--workdir={tmp_path}"]
+    reproduce.main([*words, "--plugins=my_schemes", "--schemes=rope_log"])
+    *commands, _ = capsys.readouterr().out.splitlines()
+    assert any("position=rope_log" in line for line in commands)
+    assert all("--plugins=my_schemes" in line for line in commands)
 
 
 def succeed(module, *arguments, folder):
