@@ -16,20 +16,25 @@ from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import SCHEMES
 
 # Options of models and schemes that weights do not depend on.
-_IGNORED = {"attention_dropout", "drop_path", "drop_path_schedule", "performer_dropout"}
-_IGNORED |= {"augments", "jitter", "shift", "rescale", "perturbation"}  # in training only, too
-_IGNORED |= {"global_shift", "global_scale", "local_shift"}
-_IGNORED |= {"layer_scale", "std", "token_std"}  # initial values
-_IGNORED |= {"scan_layers", "remat", "pad_compat"}  # how blocks run
-_IGNORED |= {"window_size", "grow", "shrink", "resampler"}  # how tables are resized
-_IGNORED |= {"pairing"}  # converted
-_IGNORED |= {"dropout", "auxiliary_weight", "loss_points"}  # of heads, in training only
+_IGNORED = {
+    # In training only.
+    *("attention_dropout", "drop_path", "drop_path_schedule", "performer_dropout"),
+    *("augments", "jitter", "shift", "rescale", "perturbation"),
+    *("global_shift", "global_scale", "local_shift"),
+    *("dropout", "auxiliary_weight", "loss_points"),  # of heads
+    *("layer_scale", "std", "token_std"),  # initial values
+    *("scan_layers", "remat", "pad_compat"),  # how blocks run
+    *("window_size", "grow", "shrink", "resampler"),  # how tables are resized
+    "pairing",  # converted
+}
 CLASSIFIER_OPTIONS = ("class_token", "last_norm")
 """Options of parameters that a backbone of dense prediction may lack, and its classifier has."""
 # All options in which it may differ from its classifier.
-_OF_CLASSIFIERS = {*CLASSIFIER_OPTIONS}
-_OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
-_OF_CLASSIFIERS |= {"norm_epsilon"}  # Segmenter's code has 1e-5 with weights trained with 1e-6
+_OF_CLASSIFIERS = {
+    *CLASSIFIER_OPTIONS,
+    *("attention", "global_blocks", "window_padding", "window_box"),
+    "norm_epsilon",  # Segmenter's code has 1e-5 with weights trained with 1e-6
+}
 
 
 @dataclasses.dataclass(frozen=True)

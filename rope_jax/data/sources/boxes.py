@@ -124,8 +124,9 @@ class Annotations:
         if beyond:
             notes.append(f"{beyond} of {len(self.boxes)} boxes reach beyond their image: clipped")
         if empty:
-            notes.append(f"{empty} of {len(self.boxes)} boxes {self.unusable}: ")
-            notes[-1] += "left out of training"
+            notes.append(
+                f"{empty} of {len(self.boxes)} boxes {self.unusable}: left out of training"
+            )
         return notes
 
 
