@@ -16,7 +16,7 @@ from rope_jax.data.images.augment import (
     parse_crop,
     parse_loader,
 )
-from rope_jax.data.images.fits import smallest_canvas
+from rope_jax.data.images.fits import Size, smallest_canvas
 from rope_jax.data.images.joint import crop_both
 from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
@@ -30,7 +30,6 @@ MAX_BOXES = 100  # of an image, by default
 _SKIP_ONE_IN = 1000  # one image in 1,000 may be skipped
 _TOGETHER = 64  # consecutive batches among which portrait and landscape images are divided
 EPOCHS_OF_A_COPY = 1 << 20  # copies of an example have draws of other epochs
-Size = tuple[int, int]  # height, width
 Ids = tuple[Int64[np.ndarray, "*b"], Int64[np.ndarray, "*b"]]  # epochs and indices of examples
 Drawn = tuple[Augmentation | None, UInt64[np.ndarray, " b"]]  # with the draws of some examples
 THREADS = 8  # decode images for an evaluation
@@ -121,8 +120,13 @@ class Training:
 
     def in_order(self, step: int) -> Ids:
         """`batch_examples` of this stream."""
-        options = {"batch_size": self.batch_size, "seed": self.seed, "repeats": self.repeats}
-        return batch_examples(step, count=len(self.images.labels), **options)
+        return batch_examples(
+            step,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            count=len(self.images.labels),
+            repeats=self.repeats,
+        )
 
     def canvas(self, step: int) -> Size:
         """The size of the images of a batch, the same for all shards; no image is read."""

@@ -149,9 +149,18 @@ def batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    augmentations, shapes = loader_of(augment, images), (tuple(canvases), max_boxes)
-    fields = (images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
-    make = Training(*fields, copy)
+    make = Training(
+        images,
+        batch_size,
+        seed,
+        loader_of(augment, images),
+        repeats,
+        shard,
+        bad_images,
+        tuple(canvases),
+        max_boxes,
+        copy,
+    )
     _check(make, augment)
     make.in_order(start_step)  # a step, seed or repeats out of range is refused now
     return _produce(make, range(start_step, sys.maxsize), ahead, workers, waiting)
@@ -197,9 +206,9 @@ def evaluation_batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    ahead, shapes = not images.in_memory, (tuple(canvases), max_boxes)
+    ahead = not images.in_memory
     threads = THREADS if ahead and not workers else 0
-    make = Evaluation(images, batch_size, shard, bad_images, *shapes, threads)
+    make = Evaluation(images, batch_size, shard, bad_images, tuple(canvases), max_boxes, threads)
     _check(make, "none")
     return _produce(make, range(-(-len(images.labels) // batch_size)), ahead, workers, waiting)
 

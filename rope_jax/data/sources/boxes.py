@@ -1,10 +1,9 @@
 """Images with boxes: annotations of a split in flat arrays, and the two kinds of such sets."""
 
-import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -65,7 +64,7 @@ class Annotations:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def checksum(self) -> int:
         """A checksum of all arrays."""
