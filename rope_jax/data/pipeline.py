@@ -150,16 +150,16 @@ def batches(
         ValueError: arguments out of range, at once.
     """
     make = Training(
-        images,
-        batch_size,
-        seed,
-        loader_of(augment, images),
-        repeats,
-        shard,
-        bad_images,
-        tuple(canvases),
-        max_boxes,
-        copy,
+        images=images,
+        batch_size=batch_size,
+        seed=seed,
+        augmentations=loader_of(augment, images),
+        repeats=repeats,
+        shard=shard,
+        bad_images=bad_images,
+        canvases=tuple(canvases),
+        max_boxes=max_boxes,
+        copy=copy,
     )
     _check(make, augment)
     make.in_order(start_step)  # a step, seed or repeats out of range is refused now
@@ -207,8 +207,15 @@ def evaluation_batches(
         ValueError: arguments out of range, at once.
     """
     ahead = not images.in_memory
-    threads = THREADS if ahead and not workers else 0
-    make = Evaluation(images, batch_size, shard, bad_images, tuple(canvases), max_boxes, threads)
+    make = Evaluation(
+        images=images,
+        batch_size=batch_size,
+        shard=shard,
+        bad_images=bad_images,
+        canvases=tuple(canvases),
+        max_boxes=max_boxes,
+        threads=THREADS if ahead and not workers else 0,
+    )
     _check(make, "none")
     return _produce(make, range(-(-len(images.labels) // batch_size)), ahead, workers, waiting)
 

@@ -60,16 +60,18 @@ class Metadata:
         """The metadata of a model whose tables are for maps of `grids`."""
         position = next(iter(model.parts().values())).position
         names = {scheme: name for name, scheme in SCHEMES.items()}
-        settings = [
-            [names[type(module)], options_of_weights(vars(module))]
-            for _, module in nnx.iter_modules(position)
-            if isinstance(module, Position) and type(module) in names
-        ]
+        settings = sorted(
+            (
+                [names[type(module)], options_of_weights(vars(module))]
+                for _, module in nnx.iter_modules(position)
+                if isinstance(module, Position) and type(module) in names
+            ),
+            key=json.dumps,
+        )
         options = options_of_weights(dataclasses.asdict(model.options))
         if getattr(model, "head_notation", None) is not None:
             head_options = options_of_weights(dataclasses.asdict(model.head.options))
             options |= {f"head.{name}": value for name, value in head_options.items()}
-        settings = sorted(settings, key=json.dumps)
         description = Description.from_model(model)
         return cls(family_name(model), options, settings, dict(grids), description)
 
