@@ -37,8 +37,14 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         shard: tuple[int, int] = (0, 1),
     ):
         """Arguments and errors as in `rope_jax.data.batches` and `loader_on_device`."""
-        loader = loader_on_device(augment, images)
-        self._make = Training(images, batch_size, seed, loader, repeats, shard)
+        self._make = Training(
+            images=images,
+            batch_size=batch_size,
+            seed=seed,
+            augmentations=loader_on_device(augment, images),
+            repeats=repeats,
+            shard=shard,
+        )
         self._step = start_step
 
     def __next__(self) -> dict[str, np.ndarray]:

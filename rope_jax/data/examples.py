@@ -16,7 +16,7 @@ from rope_jax.data.images.augment import (
     parse_crop,
     parse_loader,
 )
-from rope_jax.data.images.fits import smallest_canvas
+from rope_jax.data.images.fits import Size, smallest_canvas
 from rope_jax.data.images.joint import crop_both
 from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
@@ -30,37 +30,53 @@ MAX_BOXES = 100  # of an image, by default
 _SKIP_ONE_IN = 1000  # one image in 1,000 may be skipped
 _TOGETHER = 64  # consecutive batches among which portrait and landscape images are divided
 EPOCHS_OF_A_COPY = 1 << 20  # copies of an example have draws of other epochs
-Size = tuple[int, int]  # height, width
 Ids = tuple[Int64[np.ndarray, "*b"], Int64[np.ndarray, "*b"]]  # epochs and indices of examples
 Drawn = tuple[Augmentation | None, UInt64[np.ndarray, " b"]]  # with the draws of some examples
 THREADS = 8  # decode images for an evaluation
 
 
-@dataclass(frozen=True)
-class Training:
-    """Creates examples of the training stream, a pure function of its fields and the position.
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Common parts of `Training` and `Evaluation`, which are called with (step, start, stop).
+
+    Each has `batch_extents(step)`, the rows and columns of the images of a batch, of all shards.
 
     Attributes:
-        images: the training split.
+        images: the split.
         batch_size: examples in the batch of all shards together.
-        seed: 0 to 2**64 - 1.
-        augmentations: of the loader.
-        repeats: see `epoch_length`.
         shard: (k, of): the k-th of `of` equal parts of the batch.
-        bad_images: "error" or "skip".
+        bad_images: "error" or "skip", see `batches` and `evaluation_batches`.
         canvases, max_boxes: of sets with boxes, see `batches`.
-        copy: see `batches`.
     """
 
     images: Images | Streamed
     batch_size: int
-    seed: int
-    augmentations: tuple[Augmentation, ...]
-    repeats: int = 1
     shard: tuple[int, int] = (0, 1)
     bad_images: str = "error"
     canvases: tuple[Size, ...] = ()
     max_boxes: int = MAX_BOXES
+
+    def canvas(self, step: int) -> Size:
+        """The size of the images of a batch, the same for all shards; no image is read."""
+        if self.images.one_size:
+            return self.images.size
+        return smallest_canvas(self.batch_extents(step), canvases_of(self.images, self.canvases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Examples):
+    """Creates examples of the training stream, a pure function of its fields and the position.
+
+    Attributes:
+        seed: 0 to 2**64 - 1.
+        augmentations: of the loader.
+        repeats: see `epoch_length`.
+        copy: see `batches`.
+    """
+
+    seed: int
+    augmentations: tuple[Augmentation, ...]
+    repeats: int = 1
     copy: int = 0
 
     def __call__(self, step: int, start: int, stop: int) -> Batch:
@@ -68,7 +84,7 @@ class Training:
         images, count = self.images, len(self.images.labels)
         epochs, indices = (x[start:stop] for x in self.part(step))
         (crop, crop_draws), *others = self._crop_first(epochs, indices)
-        canvas = images.size if images.one_size else self.canvas(step)
+        canvas = self.canvas(step)
         bad: list[int] = []
         examples = zip((indices % count).tolist(), crop_draws.tolist(), strict=True)
         rows = [self._read_usable(example, crop, draw, canvas, bad) for example, draw in examples]
@@ -121,13 +137,16 @@ class Training:
 
     def in_order(self, step: int) -> Ids:
         """`batch_examples` of this stream."""
-        options = {"batch_size": self.batch_size, "seed": self.seed, "repeats": self.repeats}
-        return batch_examples(step, count=len(self.images.labels), **options)
+        return batch_examples(
+            step,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            count=len(self.images.labels),
+            repeats=self.repeats,
+        )
 
-    def canvas(self, step: int) -> Size:
-        """The size of the images of a batch, the same for all shards; no image is read."""
-        extents = self.extents(*self.ids(step))
-        return smallest_canvas(extents, canvases_of(self.images, self.canvases))
+    def batch_extents(self, step: int) -> Int64[np.ndarray, "B 2"]:
+        return self.extents(*self.ids(step))
 
     def extents(self, epochs: np.ndarray, indices: np.ndarray) -> Int64[np.ndarray, "b 2"]:
         """Rows and columns of examples after the crop; no image is read."""
@@ -191,7 +210,13 @@ def batch_ids(
     repeats: int = 1,
 ) -> list[int]:
     """Ids of the images in the training batch of a step, from 0; arguments as in `batches`."""
-    make = Training(images, batch_size, seed, parse_loader(augment), repeats)
+    make = Training(
+        images=images,
+        batch_size=batch_size,
+        seed=seed,
+        augmentations=parse_loader(augment),
+        repeats=repeats,
+    )
     _, indices = make.ids(step)
     return (indices % len(images.labels)).tolist()
 
@@ -296,25 +321,14 @@ def too_many(skipped: Iterable[int], count: int) -> BadSet:
     )
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Examples):
     """Creates the examples of an evaluation: every image once, in order, without augmentation.
 
     Attributes:
-        images: the split to evaluate.
-        batch_size: examples in the batch of all shards together.
-        shard: (k, of): the k-th of `of` equal parts of each batch.
-        bad_images: "error", or "skip" to set their mask to False.
-        canvases, max_boxes: of sets with boxes, see `batches`.
         threads: number of threads that read images; 0 for the caller's only.
     """
 
-    images: Images | Streamed
-    batch_size: int
-    shard: tuple[int, int] = (0, 1)
-    bad_images: str = "error"
-    canvases: tuple[Size, ...] = ()
-    max_boxes: int = MAX_BOXES
     threads: int = 0
 
     def __call__(self, step: int, start: int, stop: int) -> Batch:
@@ -326,7 +340,7 @@ class Evaluation:
         first = step * self.batch_size + self.shard[0] * self.batch_size // self.shard[1]
         ids = np.arange(first + start, first + stop)
         exists = ids < len(images.labels)
-        canvas = images.size if images.one_size else self.canvas(step)
+        canvas = self.canvas(step)
         # Masks are large, and read from the images where needed.
         options = {"with_masks": False} if images.labels_kind.ragged else {}
 
@@ -352,9 +366,7 @@ class Evaluation:
             "bad": ids[exists & ~np.array(mask)],
         }
 
-    def canvas(self, step: int) -> Size:
-        """The size of the images of a batch, the same for all shards; no image is read."""
+    def batch_extents(self, step: int) -> Int64[np.ndarray, "B 2"]:
         first = step * self.batch_size
         ids = np.arange(first, min(first + self.batch_size, len(self.images.labels)))
-        extents = self.images.extents(ids, None, np.zeros(len(ids), np.uint64))
-        return smallest_canvas(extents, canvases_of(self.images, self.canvases))
+        return self.images.extents(ids, None, np.zeros(len(ids), np.uint64))

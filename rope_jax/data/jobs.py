@@ -1,6 +1,5 @@
 """Jobs over a whole image set in worker processes, for `prepare` and `verify`."""
 
-import functools
 import itertools
 import multiprocessing
 import signal
@@ -27,10 +26,13 @@ def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: in
     if workers == 0:
         yield from itertools.starmap(function, jobs)
         return
-    # Only this process handles Ctrl-C: it waits for the current jobs and starts no others.
-    ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=ignore)
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        # Only this process handles Ctrl-C: it waits for the current jobs and starts no others.
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
     try:
         for future in as_completed([pool.submit(function, *job) for job in jobs]):
             yield future.result()

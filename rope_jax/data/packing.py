@@ -128,8 +128,11 @@ def prepare(
     if side < int(square):
         raise ValueError(f"side={side} is impossible with square={square}: it is at least 1")
     resizing, count = Resizing(side, square, interpolation), len(source.labels)
-    settings = dataclasses.asdict(resizing)
-    settings |= {"shard_images": shard_images, "source": source.fingerprint()}
+    settings = {
+        **dataclasses.asdict(resizing),
+        "shard_images": shard_images,
+        "source": source.fingerprint(),
+    }
     finished, partial = out / source.split, out / f".{source.split}.partial"
     folder = finished if finished.is_dir() else partial
     if folder is partial and not (partial / "settings.json").is_file():

@@ -149,9 +149,18 @@ def batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    augmentations, shapes = loader_of(augment, images), (tuple(canvases), max_boxes)
-    fields = (images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
-    make = Training(*fields, copy)
+    make = Training(
+        images=images,
+        batch_size=batch_size,
+        seed=seed,
+        augmentations=loader_of(augment, images),
+        repeats=repeats,
+        shard=shard,
+        bad_images=bad_images,
+        canvases=tuple(canvases),
+        max_boxes=max_boxes,
+        copy=copy,
+    )
     _check(make, augment)
     make.in_order(start_step)  # a step, seed or repeats out of range is refused now
     return _produce(make, range(start_step, sys.maxsize), ahead, workers, waiting)
@@ -197,9 +206,16 @@ def evaluation_batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    ahead, shapes = not images.in_memory, (tuple(canvases), max_boxes)
-    threads = THREADS if ahead and not workers else 0
-    make = Evaluation(images, batch_size, shard, bad_images, *shapes, threads)
+    ahead = not images.in_memory
+    make = Evaluation(
+        images=images,
+        batch_size=batch_size,
+        shard=shard,
+        bad_images=bad_images,
+        canvases=tuple(canvases),
+        max_boxes=max_boxes,
+        threads=THREADS if ahead and not workers else 0,
+    )
     _check(make, "none")
     return _produce(make, range(-(-len(images.labels) // batch_size)), ahead, workers, waiting)
 

@@ -160,13 +160,11 @@ class Profiler:
     def __init__(self, workdir: pathlib.Path):
         self._folder, self._until = workdir / "profile", None
 
-    def start(self, step: int) -> bool:
-        """Starts recording; False if it is recording already."""
-        if self._until is not None:
-            return False
-        jax.profiler.start_trace(str(self._folder))
-        self._until = step + self.STEPS
-        return True
+    def start(self, step: int) -> None:
+        """Starts recording, unless it is recording already."""
+        if self._until is None:
+            jax.profiler.start_trace(str(self._folder))
+            self._until = step + self.STEPS
 
     def after(self, step: int, outputs: Any) -> str | None:
         """Call after each step with its outputs; returns the folder of a complete profile."""

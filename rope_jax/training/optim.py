@@ -46,8 +46,9 @@ def learning_rate_schedule(
     if warmup + cooldown >= epochs:
         per_epoch = steps_per_epoch if options.schedule_step == "iteration" else 1
         tenth = max(1, round(epochs * per_epoch / 10)) / per_epoch
-        shortened = {"warmup_epochs": warmup and tenth, "cooldown_epochs": cooldown and tenth}
-        options = dataclasses.replace(options, **shortened)
+        options = dataclasses.replace(
+            options, warmup_epochs=warmup and tenth, cooldown_epochs=cooldown and tenth
+        )
         warn(
             f"WARNING: {warmup:.4g} epochs of warmup and {cooldown:.4g} of cooldown do not fit "
             f"into a run of {epochs:.4g}: they are shortened to {options.warmup_epochs:.4g} and "

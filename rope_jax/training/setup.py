@@ -135,16 +135,17 @@ def create(config: Config) -> nnx.Module:
         ConfigError: name, position, options and image size are not compatible.
     """
     m = config.model
-    settings = {
-        "position": m.position,
-        "num_classes": m.num_classes,
-        "image_size": config.data.image_size,
-        "seed": config.seed,
-        "dtype": jnp.dtype(config.dtype),
-        **model_overrides(m.options),
-    }
     with blame("--config.model or --config.data.image_size"):
-        return create_model(m.name, head=m.head, **settings)
+        return create_model(
+            m.name,
+            position=m.position,
+            num_classes=m.num_classes,
+            image_size=config.data.image_size,
+            seed=config.seed,
+            dtype=jnp.dtype(config.dtype),
+            head=m.head,
+            **model_overrides(m.options),
+        )
 
 
 def create_seeds(config: Config) -> nnx.Module:
@@ -180,13 +181,18 @@ def load_split(
 
     It has the kind of labels that the task of the config's head needs, if the source has them.
     """
-    size = config.data.image_size if size is None else size
-    crop = {"crop": config.eval.frame} if split == "test" else {}
     with blame("--config.model.head"):
         labels_of = task_for(config.model.head).labels.labels_of
-    options = {"allow_empty": config.data.allow_empty, "labels_of": labels_of} | crop
     with blame("--config.data"):
-        return data.load(config.data.source, config.data.path, split, size, **options)
+        return data.load(
+            config.data.source,
+            config.data.path,
+            split,
+            config.data.image_size if size is None else size,
+            crop=config.eval.frame if split == "test" else None,
+            allow_empty=config.data.allow_empty,
+            labels_of=labels_of,
+        )
 
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
@@ -321,9 +327,19 @@ def assemble(
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     model_params = seeds.take(params, config.seeds)  # decay and layer rates depend on shapes
     optimizer = optim.make_optimizer(config.optim, schedule, model_params, on_every_device(mesh))
-    windows = model.window_rule(scaled=config.eval.scale_windows)
-    data_and_model = (images, held_out, graph, rest, optimizer, schedule, total, windows)
-    return Setup(config, mesh, *data_and_model, find_task(model))
+    return Setup(
+        config,
+        mesh,
+        images,
+        held_out,
+        graph,
+        rest,
+        optimizer,
+        schedule,
+        total,
+        model.window_rule(scaled=config.eval.scale_windows),
+        find_task(model),
+    )
 
 
 def initial_state(setup: Setup, model: nnx.Module) -> State:

@@ -99,8 +99,13 @@ def create_model(
         ImportError: a package that reads the weights is not installed.
     """
     name = os.fspath(name)
-    arguments = {"position": position, "num_classes": num_classes, "image_size": image_size}
-    arguments |= {"head": head, "blocks": blocks}
+    arguments = {
+        "position": position,
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "head": head,
+        "blocks": blocks,
+    }
     if pretrained is False and names_weights(name):
         pretrained = name
     if names_released(pretrained):

@@ -93,11 +93,8 @@ def _open_file(path: str) -> Iterator[WeightsFile]:
     if kind == ".safetensors":
         with _open_safetensors(path) as file:
             yield file
-    elif kind == ".npz":
-        with open_npz(path) as file:
-            yield WeightsFile(file.shapes, file.read)
-    elif kind in TORCH:
-        with open_torch(path) as file:
+    elif kind in (".npz", *TORCH):
+        with open_npz(path) if kind == ".npz" else open_torch(path) as file:
             yield WeightsFile(file.shapes, file.read)
     else:
         raise ValueError(
@@ -108,10 +105,11 @@ def _open_file(path: str) -> Iterator[WeightsFile]:
 
 @contextlib.contextmanager
 def _open_safetensors(path: str) -> Iterator[WeightsFile]:
-    library = _safetensors()
+    import safetensors
+
     try:
-        file = library.safe_open(path, framework="np")
-    except library.SafetensorError as error:
+        file = safetensors.safe_open(path, framework="np")
+    except safetensors.SafetensorError as error:
         raise ValueError(
             f"pretrained={path!r} is not a safetensors file, or damaged: {error}"
         ) from None
@@ -166,14 +164,15 @@ def write_safetensors(
         source: the naming convention.
         metadata: of the model.
     """
-    library = _safetensors()
+    import safetensors.numpy
+
     if not path.endswith(".safetensors"):
         os.makedirs(path, exist_ok=True)
         path = os.path.join(path, HUB_FILES[0])
     entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
     temporary = f"{path}.tmp"
     try:
-        library.numpy.save_file(state_dict, temporary, metadata=entries)
+        safetensors.numpy.save_file(state_dict, temporary, metadata=entries)
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -222,10 +221,3 @@ _CONFIGS = {
     "preprocessor_config.json": _transformers_preprocessing,
 }
 _INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # as Pillow counts them
-
-
-def _safetensors():
-    """The package, imported where it is used: `import rope_jax` stays fast."""
-    import safetensors.numpy
-
-    return safetensors

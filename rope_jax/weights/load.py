@@ -206,8 +206,7 @@ def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> 
 def _heads(model: nnx.Module, file: WeightsFile) -> tuple[str | None, str | None]:
     """Names of the heads of dense prediction of a file's model, where known, and of a model."""
     texts = (file.description and file.description.head, getattr(model, "head_notation", None))
-    file_head, model_head = (text and parse(text, "head")[0].name for text in texts)
-    return file_head, model_head
+    return tuple(text and parse(text, "head")[0].name for text in texts)
 
 
 def _extract_backbone(model: nnx.Module, file: WeightsFile) -> WeightsFile:

@@ -16,20 +16,25 @@ from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import SCHEMES
 
 # Options of models and schemes that weights do not depend on.
-_IGNORED = {"attention_dropout", "drop_path", "drop_path_schedule", "performer_dropout"}
-_IGNORED |= {"augments", "jitter", "shift", "rescale", "perturbation"}  # in training only, too
-_IGNORED |= {"global_shift", "global_scale", "local_shift"}
-_IGNORED |= {"layer_scale", "std", "token_std"}  # initial values
-_IGNORED |= {"scan_layers", "remat", "pad_compat"}  # how blocks run
-_IGNORED |= {"window_size", "grow", "shrink", "resampler"}  # how tables are resized
-_IGNORED |= {"pairing"}  # converted
-_IGNORED |= {"dropout", "auxiliary_weight", "loss_points"}  # of heads, in training only
+_IGNORED = {
+    # In training only.
+    *("attention_dropout", "drop_path", "drop_path_schedule", "performer_dropout"),
+    *("augments", "jitter", "shift", "rescale", "perturbation"),
+    *("global_shift", "global_scale", "local_shift"),
+    *("dropout", "auxiliary_weight", "loss_points"),  # of heads
+    *("layer_scale", "std", "token_std"),  # initial values
+    *("scan_layers", "remat", "pad_compat"),  # how blocks run
+    *("window_size", "grow", "shrink", "resampler"),  # how tables are resized
+    "pairing",  # converted
+}
 CLASSIFIER_OPTIONS = ("class_token", "last_norm")
 """Options of parameters that a backbone of dense prediction may lack, and its classifier has."""
 # All options in which it may differ from its classifier.
-_OF_CLASSIFIERS = {*CLASSIFIER_OPTIONS}
-_OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
-_OF_CLASSIFIERS |= {"norm_epsilon"}  # Segmenter's code has 1e-5 with weights trained with 1e-6
+_OF_CLASSIFIERS = {
+    *CLASSIFIER_OPTIONS,
+    *("attention", "global_blocks", "window_padding", "window_box"),
+    "norm_epsilon",  # Segmenter's code has 1e-5 with weights trained with 1e-6
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +60,18 @@ class Metadata:
         """The metadata of a model whose tables are for maps of `grids`."""
         position = next(iter(model.parts().values())).position
         names = {scheme: name for name, scheme in SCHEMES.items()}
-        settings = [
-            [names[type(module)], options_of_weights(vars(module))]
-            for _, module in nnx.iter_modules(position)
-            if isinstance(module, Position) and type(module) in names
-        ]
+        settings = sorted(
+            (
+                [names[type(module)], options_of_weights(vars(module))]
+                for _, module in nnx.iter_modules(position)
+                if isinstance(module, Position) and type(module) in names
+            ),
+            key=json.dumps,
+        )
         options = options_of_weights(dataclasses.asdict(model.options))
         if getattr(model, "head_notation", None) is not None:
             head_options = options_of_weights(dataclasses.asdict(model.head.options))
             options |= {f"head.{name}": value for name, value in head_options.items()}
-        settings = sorted(settings, key=json.dumps)
         description = Description.from_model(model)
         return cls(family_name(model), options, settings, dict(grids), description)
 

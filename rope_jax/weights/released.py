@@ -187,12 +187,24 @@ def list_weights(
     ]
 
 
+# Options of schemes on which weights do not depend.
+_IGNORED = (
+    "decay",
+    "extend",
+    "grow",
+    "log_scale",
+    "normalise",
+    "pairing",
+    "resize",
+    "shrink",
+    "std",
+)
+
+
 @functools.cache
 def schemes_of_weights(position: str) -> frozenset:
     """The schemes of a position, without options on which weights do not depend."""
-    ignored = ("decay", "extend", "grow", "log_scale", "normalise", "pairing")
-    ignored += ("resize", "shrink", "std")
-    return unordered(parse(position, "position"), ignored)
+    return unordered(parse(position, "position"), _IGNORED)
 
 
 def find_weights(

@@ -1,10 +1,9 @@
 """Images with boxes: annotations of a split in flat arrays, and the two kinds of such sets."""
 
-import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -65,7 +64,7 @@ class Annotations:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def checksum(self) -> int:
         """A checksum of all arrays."""
@@ -124,8 +123,9 @@ class Annotations:
         if beyond:
             notes.append(f"{beyond} of {len(self.boxes)} boxes reach beyond their image: clipped")
         if empty:
-            notes.append(f"{empty} of {len(self.boxes)} boxes {self.unusable}: ")
-            notes[-1] += "left out of training"
+            notes.append(
+                f"{empty} of {len(self.boxes)} boxes {self.unusable}: left out of training"
+            )
         return notes
 
 

@@ -167,20 +167,18 @@ def _compact(entry: dict[str, Any], *, with_masks: bool) -> Any:
 
 
 def _is_image(image: _Image) -> bool:
-    sizes = 0 < image.height < 1 << 20 and 0 < image.width < 1 << 20
     return (
-        _are_integers(image.id, image.height, image.width)
+        0 < image.height < 1 << 20
+        and 0 < image.width < 1 << 20
+        and _are_integers(image.id, image.height, image.width)
         and isinstance(image.file_name, str)
-        and sizes
     )
 
 
 def _is_object(annotation: _Object) -> bool:
-    ids = _are_integers(
-        annotation.id, annotation.image_id, annotation.category_id
-    ) and annotation.iscrowd in (0, 1)
     return (
-        ids
+        _are_integers(annotation.id, annotation.image_id, annotation.category_id)
+        and annotation.iscrowd in (0, 1)
         and len(annotation.bbox) == 4
         and all(map(_is_finite, (*annotation.bbox, annotation.area)))
     )

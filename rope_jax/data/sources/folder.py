@@ -54,8 +54,7 @@ class Files(Source):
         number = len(self.labels)
         chosen = [k * number // count for k in range(min(count, number))]
         names, labels = [self.example_name(k) for k in chosen], self.labels[chosen]
-        entries = {"name": self.name, "split": self.split}
-        part = Files(self._root, names, labels, self.class_names, **entries)
+        part = Files(self._root, names, labels, self.class_names, name=self.name, split=self.split)
         part.competing = self.competing
         part.note = f"{self.note}; {len(chosen):,} of {number:,} images, evenly spaced"
         return part
@@ -130,12 +129,16 @@ class Folder(Files):
             for number, file in enumerate(images[name])
             if not unsplit or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
         ]
-        names, labels = [name for name, _ in files], [label for _, label in files]
         others = [f"{name}/{x}" for name in classes for x in all_files[name] if not _is_image(x)]
-        identity = {"name": Path(path).resolve().name, "split": split}
         repeated = unsplit and split == "test"  # the training split has the same folders
         super().__init__(
-            folder, names, labels, classes, others=[] if repeated else others, **identity
+            folder,
+            [name for name, _ in files],
+            [label for _, label in files],
+            classes,
+            others=[] if repeated else others,
+            name=Path(path).resolve().name,
+            split=split,
         )
 
     def remarks(self) -> list[str]:

@@ -100,8 +100,14 @@ class Masks(Files):
         """Writes the index of the images and labels in two folders, relative to the path."""
         self._labels = labels
         names = [f"{images.as_posix()}/{name}" for name in _pair_files(Path(path), images, labels)]
-        identity = {"name": Path(path).resolve().name, "split": split}
-        super().__init__(Path(path), names, np.zeros(len(names), int), class_names, **identity)
+        super().__init__(
+            Path(path),
+            names,
+            np.zeros(len(names), int),
+            class_names,
+            name=Path(path).resolve().name,
+            split=split,
+        )
 
     def stream(self, size: tuple[int, int], crop: str | None = None) -> StreamedMaps:
         return StreamedMaps(self, size, crop or "centre")

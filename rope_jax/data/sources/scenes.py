@@ -128,8 +128,15 @@ def load_scene_boxes(
     )
     if with_masks:
         annotations = add_masks(annotations, [encode_mask(mask)["counts"] for mask in masks])
-    entries = ("scenes", split, 10, CLASS_NAMES[1:], annotations)
-    return BoxImages(np.stack([s.image for s in scenes]), np.zeros(count, np.int32), *entries)
+    return BoxImages(
+        np.stack([s.image for s in scenes]),
+        np.zeros(count, np.int32),
+        "scenes",
+        split,
+        10,
+        CLASS_NAMES[1:],
+        annotations,
+    )
 
 
 def mask_box(mask: Bool[np.ndarray, "H W"]) -> tuple[int, int, int, int]:
