@@ -12,7 +12,15 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads.boxes import suppress
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.mask_rcnn.choices import Objects, assign, detect, sample
+from rope_jax.models.heads.mask_rcnn.choices import (
+    Objects,
+    Samples,
+    SampleTargets,
+    assign,
+    detect,
+    sample,
+)
+from rope_jax.models.heads.mask_rcnn.losses import TrainPredictions, region_losses
 from rope_jax.tasks import TASKS
 from tests.models.small import fill
 
@@ -63,6 +71,22 @@ def test_samples_are_drawn_without_replacement(objects, background):
     index = np.asarray(drawn.index)[positive | negative]
     assert len(set(index.tolist())) == len(index)
     np.testing.assert_array_equal(owners[index], np.asarray(drawn.owner)[positive | negative])
+
+
+def test_samples_that_are_padding_have_no_loss():
+    """Nor do the masks of background, and the steps of either."""
+    zeros = lambda *shape: np.zeros((1, 3, *shape), np.float32)
+    samples = Samples(np.zeros((1, 3), np.int32), np.int32([[1, 0, -1]]))
+    labels, masks = np.int32([[1, 3, -1]]), np.zeros((1, 3, 28, 28), bool)
+    parts = (samples, zeros(4), zeros(4), labels, zeros(4), masks)
+    targets = SampleTargets(*jax.device_put(parts))
+    losses = []
+    for size in (0, 5):
+        arrays = [zeros(), zeros(4), zeros(4), zeros(4), zeros(28, 28)]
+        for array, first in zip(arrays, (2, 1, 2, 1, 1), strict=True):
+            array[:, first:] = size * np.arange(array[0, 0].size).reshape(array.shape[2:]) + size
+        losses.append(jax.jit(region_losses)(TrainPredictions(targets, *jax.device_put(arrays))))
+    assert losses[0] == losses[1]
 
 
 def test_rows_without_a_detection_are_zero():
