@@ -214,15 +214,11 @@ def test_maps_train_with_drop_path_and_gradients(name):
 
 
 def test_stacked_blocks_give_the_same_maps():
-    listed = small("deit3_s16")
-    scanned = small("deit3_s16", scan_layers=True)
-    from_list = dict(nnx.to_flat_state(nnx.state(listed)))
-    for path, param in nnx.to_flat_state(nnx.state(scanned)):
-        if path[0] == "blocks":
-            layers = [from_list["blocks", i, *path[1:]][...] for i in range(3)]
-            param.set_value(jnp.stack(layers))
-        else:
-            param.set_value(from_list[path][...])
+    """Both start from the same weights (`test_blocks`)."""
+    options = PATCH | {"image_size": SIZE, "layer_scale": 1.0}
+    listed, scanned = (
+        rope_jax.create_model("deit3_s16", scan_layers=scan, **options) for scan in (False, True)
+    )
     key = jax.random.key(3)
     for settings in ({}, {"train": True}):
         read = lambda model, images, key, settings=settings: model.features(

@@ -160,9 +160,3 @@ def test_layer_scale_matches_the_official_code():
         "nat_small", width=8, depths=(1,), heads=(1,), dilations=(1,), image_size=16, num_classes=2
     )
     np.testing.assert_array_equal(model.stages[0].blocks[0].scale2.gamma[...], np.float32(1e-5))
-
-
-def test_only_convolutions_of_the_stem_have_a_bias():
-    model = tiny("nat_mini")
-    assert all(layer.bias is not None for layer in model.patch_embed.proj)
-    assert model.stages[0].downsample.reduction.bias is None

@@ -133,19 +133,6 @@ def test_weights_without_a_head_need_an_explicit_request(name, settings, source,
     assert capsys.readouterr().out.startswith("head: new, 1000 classes\n")
 
 
-def test_state_dicts_without_a_head_are_treated_alike(capsys):
-    deep = VIT | {"depth": 4}
-    weights = random_weights("deit_ti16", deep, "deit")
-    bare = {key: array for key, array in weights.items() if not key.startswith("head.")}
-    with pytest.raises(ValueError, match=r"no head. Create .*convert_state_dict, new_head=True"):
-        rope_jax.convert_state_dict(abstract("deit_ti16", deep), bare, source="deit")
-    rope_jax.convert_state_dict(abstract("deit_ti16", deep), bare, source="deit", new_head=True)
-    assert capsys.readouterr().out == "head: new, 3 classes\n"
-    rope_jax.convert_state_dict(abstract("deit_ti16", UPERNET), weights, source="deit")
-    message = "weights of a classifier: new neck, head, not used head."
-    assert capsys.readouterr().out.startswith(message)
-
-
 def test_both_heads_of_a_distilled_model_are_its_classifier(capsys):
     name, weights = "deit_ti16_distilled", random_weights("deit_ti16_distilled", VIT, "deit")
     assert weights["pos_embed"].shape == (1, 2 + 16, 8)

@@ -2,7 +2,7 @@
 
 import itertools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -27,6 +27,17 @@ def scheme(text, **changes):
     return create_position(text, stage(**changes), rngs=nnx.Rngs(0))
 
 
+def compiled(function, position, *arguments):
+    """Computes function(position, *arguments) in one program instead of one per operation."""
+    graph, state = nnx.split(position)
+    run = jax.jit(lambda state, *arguments: function(nnx.merge(graph, state), *arguments))
+    return run(state, *arguments)
+
+
+def compiled_terms(position, grid):
+    return compiled(lambda position: position.terms(grid), position)
+
+
 def params(position):
     """The parameters of a scheme, by name."""
     return {path[-1]: param for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param))}
@@ -36,7 +47,9 @@ def trained_scheme(text, *, std=1.0, **changes):
     """A scheme whose parameters are normal draws."""
     position, rng = scheme(text, **changes), np.random.default_rng(0)
     for _, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
-        param.set_value(jnp.asarray(std * rng.standard_normal(param.shape), param.dtype))
+        param.set_value(
+            jax.device_put((std * rng.standard_normal(param.shape)).astype(param.dtype))
+        )
     return position
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.positions.schemes import (
     EXACT,
     HEAD_DIM,
     HEADS,
+    compiled,
     normal,
     params,
     scheme,
@@ -38,10 +40,11 @@ def convolve(image, kernel, bias):
 def test_depthwise_convolves_in_the_precision_of_the_kernel():
     maps, kernel, bias = map(jnp.asarray, (normal(2, 3, 5, 8), normal(3, 3, 8), normal(8)))
     want = [convolve(*map(np.asarray, (image, kernel, bias))) for image in maps]
-    np.testing.assert_allclose(depthwise(maps, kernel, bias), want, **EXACT)
+    run = jax.jit(depthwise)
+    np.testing.assert_allclose(run(maps, kernel, bias), want, **EXACT)
     rough = maps.astype(jnp.bfloat16)
-    rounded_once = depthwise(rough.astype(jnp.float64), kernel, bias).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(depthwise(rough, kernel, bias), rounded_once)
+    rounded_once = run(rough.astype(jnp.float64), kernel, bias).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(run(rough, kernel, bias), rounded_once)
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
@@ -56,7 +59,8 @@ def test_gpe(grid):
     waves = [[wave(y, x, channel) for channel in range(CHANNELS)] for y, x in tokens(grid)]
     kernel, bias = np.asarray(position.kernel[...]), np.asarray(position.bias[...])
     want = convolve(np.reshape(waves, (*grid, CHANNELS)), kernel, bias).reshape(-1, CHANNELS)
-    got = position.embed(jnp.ones((1, 1 + len(want), CHANNELS)), grid)[0]
+    embed = lambda position, tokens: position.embed(tokens, grid)
+    got = compiled(embed, position, np.ones((1, 1 + len(want), CHANNELS)))[0]
     np.testing.assert_array_equal(got[0], 1)  # prefix tokens have no embedding
     np.testing.assert_allclose(got[1:], 1 + want, **EXACT)
 
@@ -66,10 +70,9 @@ def test_lpe(prefix):
     grid = (5, 3)
     position = trained_scheme("lpe", prefix=prefix)
     q, k, v = normal(3, 2, prefix + 15, HEADS, HEAD_DIM)
-    got = (
-        position.terms(grid)
-        .layer(1)
-        .transform(*map(jnp.asarray, (q, k, v)), lambda q, k, v: q + k + v)
+    add = lambda q, k, v: q + k + v
+    got = compiled(
+        lambda position, *qkv: position.terms(grid).layer(1).transform(*qkv, add), position, q, k, v
     )
     want = q + k + v
     kernel, bias = (np.asarray(x[1]) for x in (position.kernel, position.bias))
@@ -79,8 +82,8 @@ def test_lpe(prefix):
     np.testing.assert_allclose(got, want, **EXACT)
     if not prefix:  # windows convolve the whole map
         windows = trained_scheme("lpe", pattern=Window((2, 2))).terms(grid).layer(1).transform
-        q, k, v = (jnp.asarray(x.reshape(2, *grid, HEADS, HEAD_DIM)) for x in (q, k, v))
-        on_map = windows(q, k, v, lambda q, k, v: q + k + v)
+        q, k, v = (x.reshape(2, *grid, HEADS, HEAD_DIM) for x in (q, k, v))
+        on_map = jax.jit(lambda *qkv: windows(*qkv, add))(q, k, v)
         np.testing.assert_array_equal(on_map.reshape(got.shape), got)
 
 
@@ -99,7 +102,7 @@ def test_peg(text, after):
         image = x[b, 1:].reshape(*grid, CHANNELS)
         want[b, 1:] += convolve(image, kernel, bias).reshape(-1, CHANNELS)
     for layer in range(DEPTH):
-        got = position.mix(jnp.asarray(x), grid, layer)
+        got = compiled(lambda position, x, layer=layer: position.mix(x, grid, layer), position, x)
         np.testing.assert_allclose(got, want if layer == after else x, **EXACT)
 
 

@@ -1,12 +1,23 @@
 """Decomposed relative positions; in windows they are compared in tests/models/test_windows.py."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rope_jax.positions.resample import bilinear_matrix
 from rope_jax_kernels import Global, Window
-from tests.positions.schemes import HEAD_DIM, HEADS, normal, params, scheme, stage, trained_scheme
+from tests.positions.schemes import (
+    HEAD_DIM,
+    HEADS,
+    compiled,
+    compiled_terms,
+    normal,
+    params,
+    scheme,
+    stage,
+    trained_scheme,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -24,10 +35,11 @@ def test_logits_match_the_definition(grid, prefix):
     q, k, v = normal(3, 2, tokens, HEADS, HEAD_DIM)
 
     def attend(q, k, v):
-        logits = np.einsum("blnd,bmnd->bnlm", q, k) * HEAD_DIM**-0.5
-        return jnp.asarray(np.einsum("bnlm,bmnd->blnd", weights(logits), v))
+        logits = jnp.einsum("blnd,bmnd->bnlm", q, k) * HEAD_DIM**-0.5
+        return jnp.einsum("bnlm,bmnd->blnd", jax.nn.softmax(logits), v)
 
-    got = position.terms(grid).layer(1).transform(*map(jnp.asarray, (q, k, v)), attend)
+    run = lambda position, *qkv: position.terms(grid).layer(1).transform(*qkv, attend)
+    got = compiled(run, position, q, k, v)
     rows, columns = (
         bilinear_matrix(2 * trained_side - 1, 2 * n - 1) @ np.asarray(tables[1][...])
         for tables, trained_side, n in zip(
@@ -61,11 +73,11 @@ def test_tables_cover_the_range_of_each_layer():
 def test_resizing_interpolates_only_tables_of_the_map():
     position = trained_scheme("decomposed", pattern=Window((2, 2)), global_layers=(1,))
     before = [np.asarray(table[...]) for table in position.rows]
-    interpolated = position.with_pattern(Global()).terms((6, 6)).layer(1).transform.rows
+    interpolated = compiled_terms(position.with_pattern(Global()), (6, 6)).layer(1).transform.rows
     position.resize((6, 6))
     np.testing.assert_array_equal(position.rows[0][...], before[0])
     np.testing.assert_allclose(position.rows[1][...], bilinear_matrix(5, 11) @ before[1])
-    again = position.with_pattern(Global()).terms((6, 6)).layer(1).transform.rows
+    again = compiled_terms(position.with_pattern(Global()), (6, 6)).layer(1).transform.rows
     np.testing.assert_allclose(again, interpolated, rtol=1e-12)
 
 

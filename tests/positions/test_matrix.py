@@ -18,6 +18,7 @@ from tests.positions.schemes import (
     HEAD_DIM,
     HEADS,
     SINGLE,
+    compiled_terms,
     normal,
     scheme,
     tokens,
@@ -97,8 +98,8 @@ def test_expm(size, largest):
     want = exponential(skew)
     with jax.enable_x64(True):
         atol = 1e-15 * max(10, 10 * largest)
-        np.testing.assert_allclose(expm(jnp.asarray(skew)), want, rtol=0, atol=atol)
-    single = np.asarray(expm(jnp.asarray(skew, jnp.float32)))
+        np.testing.assert_allclose(jax.jit(expm)(skew), want, rtol=0, atol=atol)
+    single = np.asarray(jax.jit(expm)(skew.astype(np.float32)))
     assert single.dtype == np.float32
     np.testing.assert_array_equal(single[0], np.eye(size))
     # A rounding of the matrices moves an angle by 3e-8 times its size; each squaring doubles it.
@@ -123,8 +124,9 @@ def test_gradient_of_expm():
 
 
 def test_expm_of_nan_terminates():
-    assert np.isnan(expm(jnp.full((2, 2), jnp.nan))).any()
-    assert not np.isfinite(expm(jnp.asarray([[0, jnp.inf], [-jnp.inf, 0]]))).all()
+    run = jax.jit(expm)
+    assert np.isnan(run(np.full((2, 2), np.nan, np.float32))).any()
+    assert not np.isfinite(run(np.float32([[0, np.inf], [-np.inf, 0]]))).all()
 
 
 # Definitions
@@ -286,11 +288,12 @@ def test_spherical_rope(pattern, learnable):
 
 @pytest.mark.parametrize("text", ["liere", pytest.param("string", marks=pytest.mark.slow)])
 def test_bfloat16_vectors_are_rounded_once(text):
-    terms = trained_scheme(text, std=0.3, dtype=SINGLE).terms(GRID)
+    terms = compiled_terms(trained_scheme(text, std=0.3, dtype=SINGLE), GRID)
     assert all(leaf.dtype == SINGLE for leaf in jax.tree.leaves(terms))
     turn = jax.jit(lambda *qkv: terms.layer(1).transform(*qkv, lambda *qkv: jnp.stack(qkv)))
     x = jnp.asarray(normal(2, 15, HEADS, HEAD_DIM), jnp.bfloat16)
-    turned, precise = turn(x, -x, x), turn(*[vectors.astype(jnp.float32) for vectors in (x, -x, x)])
+    precise = x.astype(jnp.float32)
+    turned, precise = turn(x, -x, x), turn(precise, -precise, precise)
     assert turned.dtype == jnp.bfloat16
     assert precise.dtype == jnp.float32
     np.testing.assert_array_equal(turned, precise.astype(jnp.bfloat16))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from rope_jax.models.attention import SelfAttention, _spread
 from rope_jax_kernels import Global
-from tests.positions.schemes import ALL, trained_scheme
+from tests.positions.schemes import ALL, compiled, compiled_terms, trained_scheme
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -26,22 +26,25 @@ def make_layer(dtype, param_dtype):
     )
     rng = np.random.default_rng(1)
     for _, param in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
-        param.set_value(
-            jnp.asarray((rng.standard_normal(param.shape) / 4).astype(np.float32), param_dtype)
-        )
+        values = (rng.standard_normal(param.shape) / 4).astype(np.float32)
+        param.set_value(jax.device_put(values.astype(param_dtype)))
     return layer
 
 
 def output(position, dtype, tokens):
     """The output of the layer of a model."""
     layer = make_layer(jnp.dtype(dtype), position.stage.dtype)
-    return layer(tokens.astype(dtype), GRID, Global(), position.terms(GRID).layer(0))
+    run = lambda position: layer(
+        tokens.astype(dtype), GRID, Global(), position.terms(GRID).layer(0)
+    )
+    return compiled(run, position)
 
 
 def plain(position, tokens):
     """Computes the formulas with all numbers in bfloat16: angles, biases, logits and weights."""
     layer = make_layer(jnp.dtype(jnp.bfloat16), position.stage.dtype)
-    terms = jax.tree.map(lambda x: x.astype(jnp.bfloat16), position.terms(GRID).layer(0))
+    terms = compiled_terms(position, GRID).layer(0)
+    terms = jax.tree.map(lambda x: x.astype(jnp.bfloat16), terms)
     bias_of_pairs = 0 if terms.bias is None else _spread(terms.bias, GRID, 1)
 
     def rotate(x):

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from tests.positions.schemes import (
     EXACT,
     HEAD_DIM,
     HEADS,
+    compiled,
+    compiled_terms,
     normal,
     params,
     scheme,
@@ -31,11 +34,12 @@ def content_free_weights(terms, grid, prefix):
     length = prefix + grid[0] * grid[1]
     dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
     layer = SelfAttention(length, 1, qkv_bias=False, rngs=nnx.Rngs(0), dtypes=dtypes)
-    eye = jnp.eye(length)
+    eye = np.eye(length)
     # No queries and keys; the value is the token's number, one-hot.
-    layer.qkv.kernel.set_value(jnp.concatenate([0 * eye, 0 * eye, eye], axis=1))
-    layer.proj.kernel.set_value(eye)
-    return np.asarray(layer(eye[None], grid, Global(), terms))[0]
+    layer.qkv.kernel.set_value(jax.device_put(np.concatenate([0 * eye, 0 * eye, eye], axis=1)))
+    layer.proj.kernel.set_value(jax.device_put(eye))
+    run = jax.jit(lambda terms: layer(jnp.asarray(eye[None]), grid, Global(), terms))
+    return np.asarray(run(terms))[0]
 
 
 def softmax(logits):
@@ -80,8 +84,9 @@ def test_rpb_on_another_map(grow, shrink, windows):
     text = f"rpb(grow={grow},shrink={shrink})"
     position = trained_scheme(text, grid=(3, 4), pattern=pattern)
     assert position.shrink == shrink
-    want = resample(resample(position.offsets[...], (9, 7), grow), (9, 3), shrink)[1]
-    bias = np.asarray(position.terms((5, 2)).layer(1).bias).reshape(HEADS, 9, 3)
+    resize = jax.jit(lambda x: resample(resample(x, (9, 7), grow), (9, 3), shrink))
+    want = np.asarray(resize(position.offsets[...]))[1]
+    bias = np.asarray(compiled_terms(position, (5, 2)).layer(1).bias).reshape(HEADS, 9, 3)
     np.testing.assert_allclose(bias if windows else bias[:, ::-1, ::-1], want, **EXACT)
 
 
@@ -105,11 +110,11 @@ def test_prefix_tokens_have_three_biases():
             want[i, j] = three[0, 2 if q is k else 0 if q is None else 1]
         else:
             want[i, j] = offsets[0, k[0] - q[0] + 1, k[1] - q[1] + 2]
-    got = content_free_weights(position.terms(grid).layer(1), grid, prefix)
+    got = content_free_weights(compiled_terms(position, grid).layer(1), grid, prefix)
     np.testing.assert_allclose(got, softmax(want), **EXACT)
     # A sum with a bias that lacks such entries keeps them.
     summed = scheme("rpb(prefix=True)+alibi2d", **settings)
-    entries = summed.terms(grid).layer(0).bias
+    entries = compiled_terms(summed, grid).layer(0).bias
     np.testing.assert_array_equal(entries[:, -3:], summed.parts[0].prefix_offsets[0])
     assert entries.shape == (1, 3 * 5 + 3)
 
@@ -128,7 +133,7 @@ def test_biases_through_a_norm_over_the_keys():
         row = np.array([offsets[0, k[0] - q[0] + 2, k[1] - q[1] + 3] for k in tokens(grid)])
         row = (row - row.mean()) / np.sqrt(row.var() + 1e-5)
         want[prefix + i, prefix:] = row * scale.ravel() + shift.ravel()
-    got = content_free_weights(position.terms(grid).layer(1), grid, prefix)
+    got = content_free_weights(compiled_terms(position, grid).layer(1), grid, prefix)
     np.testing.assert_allclose(got, softmax(want), **EXACT)
 
 
@@ -141,8 +146,9 @@ def test_cpb(grid, prefix):
     names = ("kernel1", "bias1", "kernel2")
     kernel1, bias1, kernel2 = (np.asarray(params(position)[name][...]) for name in names)
     rows, columns = 2 * grid[0] - 1, 2 * grid[1] - 1
+    terms = compiled_terms(position, grid)
     for layer in range(DEPTH):
-        bias = np.asarray(position.terms(grid).layer(layer).bias)
+        bias = np.asarray(terms.layer(layer).bias)
         table = bias[:, : rows * columns].reshape(HEADS, rows, columns)
         for y, x in tokens((rows, columns)):
             # 1 at the border of the map of creation, 3 x 4
@@ -152,24 +158,23 @@ def test_cpb(grid, prefix):
             want = 16 / (1 + np.exp(-hidden @ kernel2[layer]))
             np.testing.assert_allclose(table[:, y, x], want, **EXACT)
         assert (bias[:, rows * columns :] == np.full((HEADS, 3 * prefix), 8)).all()
-    before = position.terms((5, 6)).layer(0).bias
+    before = compiled_terms(position, (5, 6)).layer(0).bias
     position.resize((5, 6))  # keeps the scale
-    np.testing.assert_array_equal(position.terms((5, 6)).layer(0).bias, before)
+    np.testing.assert_array_equal(compiled_terms(position, (5, 6)).layer(0).bias, before)
 
 
 def test_cpb_of_the_current_map_has_the_range_of_any_map():
     text = "cpb(hidden=6,normalise=current)"
     grown, created = (trained_scheme(text, grid=grid) for grid in ((3, 4), (5, 2)))
-    bias = created.terms((5, 2)).layer(1).bias
-    np.testing.assert_array_equal(grown.terms((5, 2)).layer(1).bias, bias)
-    plain = trained_scheme("cpb(hidden=6)", grid=(5, 2)).terms((5, 2)).layer(1).bias
-    np.testing.assert_array_equal(plain, bias)
+    plain = trained_scheme("cpb(hidden=6)", grid=(5, 2))
+    biases = [compiled_terms(x, (5, 2)).layer(1).bias for x in (created, grown, plain)]
+    np.testing.assert_array_equal(biases[1:], [biases[0]] * 2)
 
 
 def test_cpb_in_windows_and_neighbourhoods():
     def bias(grid, pattern):
         position = trained_scheme("cpb(hidden=6)", grid=grid, pattern=pattern)
-        return np.asarray(position.terms(grid).layer(1).bias)
+        return np.asarray(compiled_terms(position, grid).layer(1).bias)
 
     of_map = bias((3, 3), Global())
     np.testing.assert_array_equal(bias((9, 8), Window((3, 3))), of_map)
@@ -190,7 +195,10 @@ SLOPES = {
 @pytest.mark.parametrize("heads", SLOPES)
 @pytest.mark.parametrize("grid", [(3, 4), (4, 2)])
 def test_alibi2d(heads, grid):
-    bias = window_bias(scheme("alibi2d", heads=heads).terms(grid).layer(0).bias, grid)
+    bias = compiled(
+        lambda position: window_bias(position.terms(grid).layer(0).bias, grid),
+        scheme("alibi2d", heads=heads),
+    )
     distance = [[math.dist(q, k) for k in tokens(grid)] for q in tokens(grid)]
     want = -np.array(SLOPES[heads])[:, None, None] * distance
     np.testing.assert_allclose(bias, want, **EXACT)
@@ -209,7 +217,7 @@ def bucket(r, alpha=1.9, beta=3.8, gamma=15.2):
 
 def test_buckets_of_irpe():
     assert [bucket(r) for r in (0, 1, 2, 3, 4, 5, 13, -3)] == [0, 1, 2, 2, 3, 3, 3, -2]
-    got = np.asarray(scheme("irpe", grid=(9, 9)).terms((9, 12)).transform.columns)
+    got = compiled_terms(scheme("irpe", grid=(9, 9)), (9, 12)).transform.columns
     want = [[np.eye(7)[bucket(i - j) + 3] for j in range(12)] for i in range(12)]
     np.testing.assert_array_equal(got, want)
 
@@ -227,7 +235,7 @@ def test_irpe(prefix):
         return attention(q, k, v, pattern=Global(), bias=jnp.asarray(extra_bias) + bias)
 
     transform = position.terms(grid).layer(1).transform
-    got = transform(*map(jnp.asarray, (q, k, v)), attend)
+    got = jax.jit(lambda transform, *qkv: transform(*qkv, attend))(transform, q, k, v)
     vectors = np.asarray(position.vectors[1])
 
     def index(query, key):

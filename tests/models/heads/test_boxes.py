@@ -32,11 +32,11 @@ def test_overlaps_match_counted_cells():
 
 def test_a_smaller_epsilon_is_exact_for_small_boxes():
     """Two pixels of 1,000 x 1,000, one of them half over the other; losses have detrex's."""
-    pixel, moved = jnp.array([[0.1, 0.1, 0.101, 0.101], [0.1, 0.1005, 0.101, 0.1015]])
-    exact = [generalised_iou(pixel, other, epsilon=1e-12) for other in (pixel, moved)]
-    np.testing.assert_allclose(exact, [1, 1 / 3], rtol=1e-3)
-    np.testing.assert_allclose(generalised_iou(pixel, pixel), 1 / 2, rtol=1e-3)
-    np.testing.assert_allclose([iou(pixel, x) for x in (pixel, moved)], [1, 1 / 3], rtol=1e-3)
+    boxes = np.float32([[0.1, 0.1, 0.101, 0.101], [0.1, 0.1005, 0.101, 0.1015]])
+    run = jax.jit(generalised_iou, static_argnames="epsilon")
+    np.testing.assert_allclose(run(boxes[:1], boxes, epsilon=1e-12), [1, 1 / 3], rtol=1e-3)
+    np.testing.assert_allclose(run(boxes[0], boxes[0]), 1 / 2, rtol=1e-3)
+    np.testing.assert_allclose(jax.jit(iou)(boxes[:1], boxes), [1, 1 / 3], rtol=1e-3)
 
 
 def test_box_formats_are_inverses():

@@ -47,13 +47,14 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
 
 def test_groups_depend_on_the_part_of_a_batch():
     """Relevant for accumulated gradients; detrex has groups for the images of each GPU."""
-    real = some_targets((4, 1), 4).real
-    batch_groups, *part_groups = (int(make_slots(x, 12).groups) for x in (real, real[:1], real[1:]))
+    real = np.asarray(some_targets((4, 1), 4).labels) >= 0
+    parts = (real, real[:1], real[1:])
+    batch_groups, *part_groups = (int(slots_for(jax.device_put(x), 12).groups) for x in parts)
     assert (batch_groups, part_groups) == (3, [3, 12])
 
 
 def test_only_slots_see_their_own_group():
-    slots, queries = make_slots(some_targets((2, 1), 3).real, 5), 4
+    slots, queries = slots_for(some_targets((2, 1), 3).real, 5), 4
     visible = np.asarray(jax.jit(attention_mask, static_argnums=1)(slots, queries))
     group = slots.group.tolist() + [None] * queries
     for i, j in np.ndindex(visible.shape):
@@ -83,8 +84,8 @@ def test_sides_move_by_a_fraction_of_half_the_size():
 
 
 def test_boxes_stay_within_the_image():
-    boxes = jnp.tile(jnp.array([0.5, 0.5, 1.0, 1.0]), (1, 3, 1))
-    targets = Targets(boxes, jnp.zeros((1, 3), jnp.int32))
+    boxes = np.tile(np.float32([0.5, 0.5, 1.0, 1.0]), (1, 3, 1))
+    targets = Targets(*jax.device_put((boxes, np.zeros((1, 3), np.int32))))
     slots = slots_for(targets.real, 30)
     corners = np.asarray(jax.jit(to_corners)(disturb_boxes(targets, slots, jax.random.key(1))[0]))
     assert corners.min() >= -1e-6

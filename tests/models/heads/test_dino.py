@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.optimize
 from flax import nnx
 
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads import create_head
-from rope_jax.models.heads.boxes import generalised_iou, to_corners
+from rope_jax.models.heads.boxes import iou, to_corners
 from rope_jax.models.heads.detection import Targets, best_detections
 from rope_jax.models.heads.dino.denoising import make_slots
 from rope_jax.models.heads.dino.head import DinoPredictions
 from rope_jax.models.heads.dino.levels import padding_mask
+from rope_jax.models.heads.dino.losses import box_losses, match_targets
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import layer_dtypes
@@ -145,39 +145,19 @@ def test_only_training_draws_denoising(model, gradient):
 
 
 @jax.jit
-def _overlap(first, second):
-    return generalised_iou(to_corners(first), to_corners(second))
+def sum_losses(matching, noisy, targets, assigned, used):
+    """The loss of all layers and of denoising, and the hits of the decoder's last layer.
 
-
-def generalised_overlap(first, second):
-    """The generalised intersection over union, which test_boxes checks."""
-    shape = np.broadcast_shapes(first.shape, second.shape)
-    pairs = (np.broadcast_to(x, shape).reshape(-1, 4) for x in (first, second))
-    # One shape, so that it compiles once.
-    padded = [np.resize(x, (32, 4)).astype(np.float32) for x in pairs]
-    return np.asarray(_overlap(*padded))[: np.prod(shape[:-1], dtype=int)].reshape(shape[:-1])
-
-
-def losses_by_definition(logits, boxes, matches):
-    """The loss of one image; matches are (query, target box, label)."""
-    targets = np.zeros_like(logits)
-    total = 0.0
-    for query, box, label in matches:
-        targets[query, label] = 1
-        total += 5 * np.abs(boxes[query] - box).sum()
-        total += 2 * (1 - generalised_overlap(boxes[query], box))
-    p = 1 / (1 + np.exp(-logits))
-    focal = -targets * 0.25 * (1 - p) ** 2 * np.log(p)
-    focal -= (1 - targets) * 0.75 * p**2 * np.log(1 - p)
-    return total + focal.sum()
-
-
-def matching_by_definition(logits, boxes, targets, labels):
-    p = 1 / (1 + np.exp(-logits))
-    focal = 0.25 * (1 - p) ** 2 * -np.log(p) - 0.75 * p**2 * -np.log(1 - p)
-    overlap = generalised_overlap(boxes[:, None], targets)
-    cost = 2 * focal[:, labels] + 5 * np.abs(boxes[:, None] - targets).sum(-1) - 2 * overlap
-    return zip(*scipy.optimize.linear_sum_assignment(np.asarray(cost)), strict=True)
+    tests/parity compares matches and the terms of the losses with detrex.
+    """
+    matched = match_targets(*matching, targets)
+    sums = []
+    for terms in (box_losses(*matching, matched), box_losses(*noisy, assigned, used)):
+        sums.append((terms.classes + 5 * terms.l1 + 2 * terms.giou).sum())
+    logits, boxes, last = jax.tree.map(lambda x: x[-2], (*matching, matched))
+    overlaps = iou(to_corners(boxes), to_corners(last.boxes))
+    hits = last.real & (overlaps >= 0.5) & (logits.argmax(-1) == last.labels)
+    return *sums, hits.sum()
 
 
 @pytest.fixture(scope="module")
@@ -190,44 +170,28 @@ def head():
 def test_the_loss_sums_all_layers_and_denoising(head, counts):
     """A batch without boxes has no loss of denoising, as in detrex."""
     rng = np.random.default_rng(0)
-    rows, queries, layers = 4, 7, 3
-    batch = some_batch(counts, rows)
+    batch, layers, queries = some_batch(counts), 3, 7
     targets = Targets(batch["boxes"], batch["label"])
-    slots = make_slots(targets.real, 7)
+    slots = jax.jit(make_slots, static_argnums=1)(targets.real, 7)
     many = len(slots.group)
-    draw = lambda *shape: rng.standard_normal((*shape, CLASSES)) * 2
-    boxes = lambda *shape: rng.uniform(0.05, 0.6, (*shape, 4))
-    matching = draw(layers, 3, queries), boxes(layers, 3, queries)
-    noisy = draw(layers - 1, 3, many), boxes(layers - 1, 3, many)
-    predictions = DinoPredictions(
-        *(jnp.asarray(x, jnp.float32) for x in matching),
-        None,
-        (*(jnp.asarray(x, jnp.float32) for x in noisy), slots),
-    )
+
+    def draw(*shape):
+        logits = 2 * rng.standard_normal((*shape, CLASSES), np.float32)
+        return jax.device_put((logits, rng.uniform(0.05, 0.6, (*shape, 4)).astype(np.float32)))
+
+    matching, noisy = draw(layers, 3, queries), draw(layers - 1, 3, many)
+    predictions = DinoPredictions(*matching, None, (*noisy, slots))
     loss, hit_rate = jax.jit(head.loss)(predictions, batch)
-    total, hits = 0.0, 0
-    for image, count in enumerate(counts):
-        box, label = (np.asarray(x)[image, :count] for x in (targets.boxes, targets.labels))
-        for layer in range(layers):
-            logits, predicted = (x[layer, image] for x in matching)
-            pairs = matching_by_definition(logits, predicted, box, label) if count else []
-            pairs = [(query, box[row], label[row]) for query, row in pairs]
-            total += losses_by_definition(logits, predicted, pairs)
-            if layer == layers - 2:  # the decoder's last
-                for query, target_box, kind in pairs:
-                    pair = np.stack([predicted[query], target_box])
-                    low, high = pair[:, :2] - pair[:, 2:] / 2, pair[:, :2] + pair[:, 2:] / 2
-                    shared = np.maximum(high.min(0) - low.max(0), 0).prod()
-                    union = pair[:, 2:].prod(1).sum() - shared
-                    hits += shared / union >= 0.5 and logits[query].argmax() == kind
-        # Two groups of 2 x 3 slots, of which the last two slots are not used.
-        for layer in range(layers - 1 if any(counts) else 0):
-            logits, predicted = (x[layer, image, :12] for x in noisy)
-            pairs = [
-                (6 * group + row, box[row], label[row]) for group in (0, 1) for row in range(count)
-            ]
-            total += losses_by_definition(logits, predicted, pairs) / 2
-    np.testing.assert_allclose(loss, total / max(sum(counts), 1), rtol=1e-5)
+    # Two groups of 2 x 3 slots, of which the first three are positive; two more are not used.
+    place, shape = np.arange(many) % 6, noisy[0].shape[:-1]
+    labels = np.where(place < 3, np.asarray(targets.labels)[:, place % 3], -1)
+    boxes = np.asarray(targets.boxes)[:, place % 3]
+    assigned = Targets(
+        *jax.device_put((np.broadcast_to(boxes, (*shape, 4)), np.broadcast_to(labels, shape)))
+    )
+    total, denoising, hits = sum_losses(matching, noisy, targets, assigned, np.arange(many) < 12)
+    expected = total + (denoising / 2 if any(counts) else 0)
+    np.testing.assert_allclose(loss, expected / max(sum(counts), 1), rtol=1e-5)
     np.testing.assert_allclose(hit_rate, hits / max(sum(counts), 1), rtol=1e-6)
 
 
@@ -335,7 +299,8 @@ def test_detections_are_the_highest_scoring_pairs_of_boxes_and_classes():
         np.testing.assert_allclose(
             detections.scores[image], 1 / (1 + np.exp(-logits[image, query, kind])), rtol=1e-5
         )
-        corners = np.asarray(to_corners(jnp.asarray(boxes[image, query])))
+        centre, side = np.split(boxes[image, query], 2, axis=1)
+        corners = np.concatenate([centre - side / 2, centre + side / 2], axis=1)
         expected = corners.clip(0, 1) * np.tile(extent[image, ::-1], 2)
         np.testing.assert_allclose(detections.boxes[image], expected, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Mask R-CNN: choices by their definitions, padding, and a model of a whole."""
+"""Mask R-CNN: samples, padding, and a model of a whole; tests/parity has the other choices."""
 
 import functools
 
@@ -10,11 +10,18 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.config import resolve
-from rope_jax.models.heads.boxes import iou, suppress
+from rope_jax.models.heads.boxes import suppress
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.mask_rcnn.choices import Objects, assign, detect, sample
+from rope_jax.models.heads.mask_rcnn.choices import (
+    Objects,
+    Samples,
+    SampleTargets,
+    assign,
+    detect,
+    sample,
+)
+from rope_jax.models.heads.mask_rcnn.losses import TrainPredictions, region_losses
 from rope_jax.tasks import TASKS
-from tests.models.heads.test_boxes import some_boxes
 from tests.models.small import fill
 
 SMALL = {
@@ -32,49 +39,22 @@ SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size":
 CLASSES = 3
 
 
-def overlaps_of(first, second):
-    return np.asarray(iou(jnp.asarray(first)[:, None], jnp.asarray(second)))
+@pytest.mark.parametrize(("first", "kept"), [(True, [0, 2]), (False, [1])])
+def test_only_valid_boxes_that_are_kept_suppress_others(first, kept):
+    """The second of three boxes overlaps both others by 0.6."""
+    boxes = np.float32([[0, 0, 4, 4], [1, 0, 5, 4], [2, 0, 6, 4]])
+    result = jax.jit(suppress, static_argnums=2)(boxes, np.array([first, True, True]), 0.5)
+    assert np.flatnonzero(result).tolist() == kept
 
 
-def test_suppression_is_greedy():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        boxes, valid = some_boxes(rng, 30).astype(np.float32), rng.random(30) < 0.8
-        overlaps = overlaps_of(boxes, boxes)
-        kept = []
-        for k in np.flatnonzero(valid):
-            if not any(overlaps[k, j] > 0.3 for j in kept):
-                kept.append(k)
-        actual = suppress(jnp.asarray(boxes), jnp.asarray(valid), 0.3)
-        assert np.flatnonzero(actual).tolist() == kept
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.3, 0.7), (0.5, 0.5)])
-def test_boxes_are_assigned_step_by_step(low, high):
-    """By mmdetection's steps, with objects that are equal or overlap nothing."""
-    rng = np.random.default_rng(1)
-    for _ in range(20):
-        objects, boxes = (some_boxes(rng, n).astype(np.float32) for n in (6, 40))
-        objects[3] = objects[1]
-        real, valid = np.arange(6) < 5, rng.random(40) < 0.9
-        overlaps = overlaps_of(objects[:5], boxes)[:, valid]
-        owners = np.full(valid.sum(), -1)
-        owners[overlaps.max(0) < low] = 0
-        owners[overlaps.max(0) >= high] = overlaps.argmax(0)[overlaps.max(0) >= high] + 1
-        for k, row in enumerate(overlaps, 1):
-            if row.max() >= low:
-                owners[row == row.max()] = k
-        expected = np.full(40, -1)
-        expected[valid] = owners
-        arrays = (Objects(jnp.asarray(objects), jnp.asarray(real)), jnp.asarray(boxes))
-        actual = assign(*arrays, jnp.asarray(valid), low=low, high=high)
-        np.testing.assert_array_equal(actual, expected)
-
-
-def test_boxes_of_images_without_objects_are_background():
-    none = Objects(jnp.zeros((2, 4)), jnp.zeros(2, bool))
-    owners = assign(none, jnp.ones((3, 4)), jnp.array([True, False, True]), low=0.3, high=0.7)
-    assert owners.tolist() == [0, -1, 0]
+@pytest.mark.parametrize(("real", "owners"), [(3, [-1, 1, 0, 3, -1]), (0, [0, 0, 0, 0, -1])])
+def test_objects_own_boxes_that_overlap_enough(real, owners):
+    """Overlaps of 0.5, 0.8 with the first object, 0.2 with the second, 0.5 with the third."""
+    objects = np.float32([[0, 0, 10, 10], [30, 0, 40, 10], [60, 0, 70, 10], [90, 0, 99, 9]])
+    boxes = [[0, 0, 10, 5], [0, 0, 10, 8], [30, 0, 40, 2], [60, 0, 70, 5], [60, 0, 70, 10]]
+    run = jax.jit(functools.partial(assign, low=0.3, high=0.7))
+    assigned = run(Objects(objects, np.arange(4) < real), np.float32(boxes), np.arange(5) < 4)
+    assert assigned.tolist() == owners
 
 
 @pytest.mark.parametrize(("objects", "background"), [(30, 30), (2, 30), (2, 3), (30, 2), (0, 3)])
@@ -82,8 +62,8 @@ def test_samples_are_drawn_without_replacement(objects, background):
     rng = np.random.default_rng(2)
     owners = np.concatenate([1 + rng.integers(0, 5, objects), np.zeros(background, int), [-1] * 4])
     owners = rng.permutation(owners)
-    draws = jnp.asarray(rng.random(len(owners)), jnp.float32)
-    drawn = sample(jnp.asarray(owners), draws, 16, 8)
+    draws = rng.random(len(owners)).astype(np.float32)
+    drawn = jax.jit(sample, static_argnums=(2, 3))(owners, draws, 16, 8)
     positive, negative = (np.asarray(drawn.owner) > 0), (np.asarray(drawn.owner) == 0)
     count = min(objects, 8)
     assert (positive.sum(), negative.sum()) == (count, min(background, 16 - count))
@@ -93,13 +73,30 @@ def test_samples_are_drawn_without_replacement(objects, background):
     np.testing.assert_array_equal(owners[index], np.asarray(drawn.owner)[positive | negative])
 
 
+def test_samples_that_are_padding_have_no_loss():
+    """Nor do the masks of background, and the steps of either."""
+    zeros = lambda *shape: np.zeros((1, 3, *shape), np.float32)
+    samples = Samples(np.zeros((1, 3), np.int32), np.int32([[1, 0, -1]]))
+    labels, masks = np.int32([[1, 3, -1]]), np.zeros((1, 3, 28, 28), bool)
+    parts = (samples, zeros(4), zeros(4), labels, zeros(4), masks)
+    targets = SampleTargets(*jax.device_put(parts))
+    losses = []
+    for size in (0, 5):
+        arrays = [zeros(), zeros(4), zeros(4), zeros(4), zeros(28, 28)]
+        for array, first in zip(arrays, (2, 1, 2, 1, 1), strict=True):
+            array[:, first:] = size * np.arange(array[0, 0].size).reshape(array.shape[2:]) + size
+        losses.append(jax.jit(region_losses)(TrainPredictions(targets, *jax.device_put(arrays))))
+    assert losses[0] == losses[1]
+
+
 def test_rows_without_a_detection_are_zero():
     """Of three proposals and four classes, one pair scores high enough."""
-    probabilities = jnp.full((3, 4), 0.04).at[1, 2].set(0.9)
-    proposals = jnp.array([[0.0, 0, 9, 9], [2, 2, 8, 6], [4, 4, 9, 9]])
-    boxes, scores, classes = detect(
-        proposals, probabilities, jnp.zeros((3, 4, 4)), jnp.full(4, 9.0), 5
-    )
+    probabilities = np.full((3, 4), 0.04, np.float32)
+    probabilities[1, 2] = 0.9
+    proposals = np.float32([[0, 0, 9, 9], [2, 2, 8, 6], [4, 4, 9, 9]])
+    steps, limits = np.zeros((3, 4, 4), np.float32), np.full(4, 9, np.float32)
+    run = jax.jit(detect, static_argnums=4)
+    boxes, scores, classes = run(proposals, probabilities, steps, limits, 5)
     np.testing.assert_allclose(boxes, [[2, 2, 8, 6]] + [[0] * 4] * 4, atol=1e-6)
     np.testing.assert_allclose(scores, [0.9, 0, 0, 0, 0])
     assert classes.tolist() == [2, 0, 0, 0, 0]
