@@ -218,4 +218,5 @@ def run(
             rows.append(read_row(run))
             print(f"{name['position']}, seed {name['seed']}", flush=True)
     tables = [accuracies(rows), verdicts(rows, CLAIMS[part]), attention_verdicts(rows)]
-    keep(settings={"part": part}, runs=rows, tables=tables)
+    complete = all(row[3] != "not tested" for row in tables[1]["rows"])
+    keep(settings={"part": part}, complete=complete, runs=rows, tables=tables)
