@@ -43,7 +43,7 @@ def draw_by_scheme(figure: Figure, result: Result) -> None:
                 scores = measured[run["position"]].setdefault(tuple(row["resolution"]), [])
                 scores.append(100 * row[main_score(row)])
     curves = {scheme: curve for scheme, curve in measured.items() if curve}
-    label = f"{score_name(row)} (%), 95 % interval over seeds"
+    label = f"{score_name(result['runs'][0]['eval'][0])} (%), 95 % interval over seeds"
     plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
 
 

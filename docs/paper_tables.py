@@ -6,10 +6,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from docs.results import ROOT
-from experiments.evidence import in_words
 from rope_jax.names.text import markdown_table
 from rope_jax.papers import published
-from rope_jax.papers.claims import Claim
+from rope_jax.papers.claims import Claim, in_words
 from rope_jax.papers.declared import DECLARED
 from rope_jax.papers.figures import Curves
 from rope_jax.papers.kinds import Artifact

@@ -4,29 +4,39 @@
 
 Models, images, recipe and claims of the experiment were written down in PART.md of this folder
 before its runs. Runs in the file of --out are kept and not read again, so that an experiment can
-be trained in parts, on several machines.
+be trained in parts, on several machines; folders without results are left out. A claim has no
+verdict before all its seeds are there.
 """
 
 import dataclasses
 import datetime
+import itertools
+import operator
 import pathlib
+import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import jax
 
 from benchmarks._runner import Keep
 from experiments.extend import Table, spread
 from rope_jax.analysis.analyses import image_batches
 from rope_jax.analysis.attention import attention_statistics
 from rope_jax.analysis.runs import RunResults, read_runs
-from rope_jax.papers.claims import Claim, Verdict, above, as_good
+from rope_jax.config import Config, settings
+from rope_jax.papers.claims import Claim, Verdict, above, as_good, in_words
 from rope_jax.papers.runs import Run
 from rope_jax.runs.loading import load_run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
 
-Row = dict[str, Any]  # of a run: position, seed, date, eval, attention
+Row = dict[str, Any]  # of a run: position, seed, step, date, machine, jax, eval, attention
+Value = Callable[[Row, int], float]  # a number of a run at a size in pixels
 
-FIRST_SEEDS = 5  # a claim that they decide narrowly is tested again with later ones
+SEEDS = 5  # of each scheme; a claim that they decide narrowly is tested again with seeds 5 to 9
+FEWER_SEEDS = {"rope_mixed+ape": 3}
 SMALLER, TRAINED, LARGER = (16, 24), (32,), (40, 48, 64)
 CLAIMS: Mapping[str, Mapping[str, Sequence[Claim]]] = {
     "tiny_imagenet": {
@@ -61,9 +71,9 @@ BLOCKS, SIDES = (2, 3), (16, 32, 56)
 
 def read_row(run: RunResults) -> Row:
     """Reads a run: its accuracies, and attention distance and entropy by size and block."""
+    loaded = load_run(str(run.workdir), step=run.step, seed=run.config.seed)
     attention = {}
     for side in SIDES:
-        loaded = load_run(str(run.workdir), step=run.step, seed=run.config.seed)
         batches = image_batches(loaded, None, str(side), count=run.rows[0]["count"], batch_size=50)
         statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
         attention[str(side)] = {
@@ -74,9 +84,21 @@ def read_row(run: RunResults) -> Row:
     return {
         "position": run.config.model.position,
         "seed": run.config.seed,
+        "step": run.step,
         "date": datetime.datetime.fromtimestamp(finished, datetime.UTC).isoformat(),
+        "machine": platform.platform(),
+        "jax": jax.__version__,
         "eval": [{name: row[name] for name in ("resolution", "top1", "count")} for row in run.rows],
         "attention": attention,
+    }
+
+
+def recipe(config: Config) -> dict[str, str]:
+    """The settings that all runs of an experiment share."""
+    return {
+        name: str(operator.attrgetter(name)(config))
+        for name, field in settings().items()
+        if name not in ("model.position", "seed", "data.path") and not field.metadata["resumable"]
     }
 
 
@@ -86,8 +108,8 @@ def top1(row: Row, side: int) -> float:
     return 100 * score
 
 
-def judge(claim: Claim, rows: Sequence[Row], value: Callable[[Row, int], float]) -> Verdict:
-    """The verdict on a claim about the number `value` of runs at the claim's sizes."""
+def judge_claim(claim: Claim, rows: Sequence[Row], value: Value) -> Verdict:
+    """The verdict on a claim about a number of runs, averaged over the claim's sizes."""
     by_position: dict[str, dict[int, Row]] = {}
     for row in rows:
         by_position.setdefault(row["position"], {})[row["seed"]] = row
@@ -101,19 +123,6 @@ def judge(claim: Claim, rows: Sequence[Row], value: Callable[[Row, int], float])
     return next(verdicts, {"verdict": "not tested", "interval": None})
 
 
-def in_words(verdict: Verdict, digits: int = 1) -> str:
-    """The difference with its interval, and the verdict.
-
-    >>> in_words({"verdict": "shown", "difference": 2.0, "interval": [1.5, 2.5]})
-    '+2.0 ± 0.5, shown'
-    """
-    if verdict["interval"] is None:
-        return verdict["verdict"]
-    low, high = verdict["interval"]
-    difference, half = verdict["difference"], (high - low) / 2
-    return f"{difference:+.{digits}f} ± {half:.{digits}f}, {verdict['verdict']}"
-
-
 def is_narrow(verdict: Verdict, margin: float) -> bool:
     """Checks if a claim is decided by less than twice the half interval."""
     if verdict["verdict"] not in ("shown", "refuted"):
@@ -122,12 +131,31 @@ def is_narrow(verdict: Verdict, margin: float) -> bool:
     return abs(verdict["difference"] + margin) < high - low
 
 
-def accuracies(rows: Sequence[Row]) -> Table:
-    """Accuracy of every scheme at every resolution, the most accurate at the first one first."""
+def verdict_text(claim: Claim, rows: Sequence[Row], value: Value = top1, digits: int = 1) -> str:
+    """The verdict of the first seeds, and of later ones if the first decide narrowly."""
+    first = [row for row in rows if row["seed"] < SEEDS]
+    verdict = judge_claim(claim, first, value)
+    planned = min(FEWER_SEEDS.get(x, SEEDS) for x in (claim.better, claim.worse))
+    if verdict["interval"] is None:
+        return "not tested"
+    if (seeds := len(verdict["seeds"])) < planned:
+        return in_words(verdict | {"verdict": f"{seeds} of {planned} seeds"}, digits)
+    if not is_narrow(verdict, claim.margin):
+        return in_words(verdict, digits)
+    later = judge_claim(claim, [row for row in rows if row["seed"] >= SEEDS], value)
+    again = "to be tested again"
+    if later["interval"] and len(later["seeds"]) == SEEDS:
+        again = f"seeds 5 to 9: {in_words(later, digits)}"
+    return f"{in_words(verdict, digits)}<br>{again}"
+
+
+def tabulate_accuracies(rows: Sequence[Row]) -> Table:
+    """Lists the accuracy of every scheme and size of the first seeds, the most accurate first."""
     sizes = [score["resolution"] for score in rows[0]["eval"]]
     by_position: dict[str, list[Row]] = {}
     for row in rows:
-        by_position.setdefault(row["position"], []).append(row)
+        if row["seed"] < SEEDS:
+            by_position.setdefault(row["position"], []).append(row)
     lines = [
         [
             f"`{position}`",
@@ -145,27 +173,24 @@ def accuracies(rows: Sequence[Row]) -> Table:
     }
 
 
-def verdicts(rows: Sequence[Row], claims: Mapping[str, Sequence[Claim]]) -> Table:
-    """The verdict on every claim over all its resolutions, and at each by itself."""
-    first = [row for row in rows if row["seed"] < FIRST_SEEDS]
-    later = [row for row in rows if row["seed"] >= FIRST_SEEDS]
+def tabulate_verdicts(rows: Sequence[Row], claims: Mapping[str, Sequence[Claim]]) -> Table:
+    """Lists the verdict on every claim over all its resolutions, and at each by itself."""
     lines = []
     for source, claim in [(source, claim) for source, group in claims.items() for claim in group]:
-        verdict, again = judge(claim, first, top1), judge(claim, later, top1)
-        texts = [in_words(verdict)]
-        if again["interval"]:
-            texts.append(f"seeds 5 to 9: {in_words(again)}")
-        elif is_narrow(verdict, claim.margin):
-            texts.append("to be tested again")
-        each = []
-        if verdict["interval"] and len(claim.at) > 1:
-            each = [
-                f"{side} px: {in_words(judge(dataclasses.replace(claim, at=(side,)), first, top1))}"
-                for side in claim.at
+        by_size = [verdict_text(dataclasses.replace(claim, at=(side,)), rows) for side in claim.at]
+        each = [
+            f"{side} px: {text.partition('<br>')[0]}"
+            for side, text in zip(claim.at, by_size, strict=True)
+        ]
+        lines.append(
+            [
+                f"`{claim.better}` {'as good as' if claim.margin else 'above'} `{claim.worse}`",
+                source,
+                ", ".join(map(str, claim.at)),
+                verdict_text(claim, rows),
+                "<br>".join(each) if len(each) > 1 else "",
             ]
-        words = f"`{claim.better}` {'as good as' if claim.margin else 'above'} `{claim.worse}`"
-        sides = ", ".join(map(str, claim.at))
-        lines.append([words, source, sides, "<br>".join(texts), "<br>".join(each)])
+        )
     return {
         "columns": ["claim", "source", "sizes (px)", "mean over the sizes", "each size"],
         "rows": lines,
@@ -173,25 +198,31 @@ def verdicts(rows: Sequence[Row], claims: Mapping[str, Sequence[Claim]]) -> Tabl
     }
 
 
-def attention_verdicts(rows: Sequence[Row]) -> Table:
-    """The verdicts on the attention of the middle blocks, by number, block and resolution."""
+def tabulate_attention(rows: Sequence[Row]) -> Table:
+    """Lists the verdicts on the attention of the middle blocks by number, block and size."""
     lines = []
-    for claim in ATTENTION_CLAIMS:
-        for name, label in ATTENTION.items():
-            for block in BLOCKS:
-                value = lambda row, side: row["attention"][str(side)][name][block - 1]  # noqa: B023
-                cells = [
-                    in_words(judge(dataclasses.replace(claim, at=(side,)), rows, value), digits=2)
-                    for side in SIDES
-                ]
-                words = f"`{claim.better}` above `{claim.worse}`"
-                lines.append([words, label, str(block), *cells])
+    for claim, (name, label), block in itertools.product(
+        ATTENTION_CLAIMS, ATTENTION.items(), BLOCKS
+    ):
+
+        def value(row: Row, side: int, name: str = name, block: int = block) -> float:
+            return row["attention"][str(side)][name][block - 1]
+
+        at_sides = [dataclasses.replace(claim, at=(side,)) for side in SIDES]
+        cells = [verdict_text(x, rows, value, digits=2) for x in at_sides]
+        lines.append([f"`{claim.better}` above `{claim.worse}`", label, str(block), *cells])
     return {
         "columns": ["claim", "number", "block", *(f"{side} px" for side in SIDES)],
         "rows": lines,
         "note": f"Mean over heads and {rows[0]['eval'][0]['count']:,} test images; differences "
         "with 95 % intervals over seeds.",
     }
+
+
+def is_complete(tables: Sequence[Table]) -> bool:
+    """Checks if all claims have their seeds, and narrow ones were tested again."""
+    cells = [cell for table in tables for line in table["rows"] for cell in line]
+    return not any(re.search(r"not tested|\d of \d seeds|tested again", cell) for cell in cells)
 
 
 def run(
@@ -210,13 +241,28 @@ def run(
         out: the JSON file; runs that it holds are not read again.
     """
     keep_compiled()
-    rows = read_json(out)["runs"] if out is not None and out.exists() else []
-    finished = [run for folder in runs for run in read_runs(folder)]
-    for run in finished:
-        name = {"position": run.config.model.position, "seed": run.config.seed}
-        if not any(name.items() <= row.items() for row in rows):
-            rows.append(read_row(run))
-            print(f"{name['position']}, seed {name['seed']}", flush=True)
-    tables = [accuracies(rows), verdicts(rows, CLAIMS[part]), attention_verdicts(rows)]
-    complete = all(row[3] != "not tested" for row in tables[1]["rows"])
-    keep(settings={"part": part}, complete=complete, runs=rows, tables=tables)
+    stored = read_json(out) if out is not None and out.exists() else {"runs": []}
+    rows = stored["runs"]
+    for folder in runs:
+        if not (folder / "results.json").is_file():
+            continue
+        for result in read_runs(folder):
+            position, seed = result.config.model.position, result.config.seed
+            if any((row["position"], row["seed"]) == (position, seed) for row in rows):
+                continue
+            if stored.setdefault("recipe", recipe(result.config)) != recipe(result.config):
+                raise SystemExit(f"{folder} was trained with another recipe than those of {out}")
+            rows.append(read_row(result))
+            print(f"{position}, seed {seed}", flush=True)
+            tables = [
+                tabulate_accuracies(rows),
+                tabulate_verdicts(rows, CLAIMS[part]),
+                tabulate_attention(rows),
+            ]
+            keep(
+                settings={"part": part},
+                complete=is_complete(tables[1:]),
+                recipe=stored["recipe"],
+                runs=rows,
+                tables=tables,
+            )

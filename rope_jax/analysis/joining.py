@@ -214,7 +214,7 @@ def measure_joining(
 def measure_batches(
     model: nnx.Module, batches: Iterable[Float[Array, "_ _ _ 3"]]
 ) -> dict[str, Float[np.ndarray, " layers"]]:
-    """Measures the images of several batches together, as `measure_joining` those of one."""
+    """Averages the results of `measure_joining` over all images of several batches."""
     values, counts = [], []
     for images in batches:
         values.append(measure_joining(model, images))

@@ -42,6 +42,19 @@ def judge(better: Mapping[int, float], worse: Mapping[int, float], margin: float
     return {"verdict": verdict, "difference": mean, "interval": [low, high], "seeds": seeds}
 
 
+def in_words(verdict: Verdict, digits: int = 1) -> str:
+    """Writes a verdict as the difference with its interval, and a word.
+
+    >>> in_words({"verdict": "shown", "difference": 2.0, "interval": [1.5, 2.5]})
+    '+2.0 ± 0.5, shown'
+    """
+    if verdict["interval"] is None:
+        return verdict["verdict"]
+    low, high = verdict["interval"]
+    difference, half = verdict["difference"], (high - low) / 2
+    return f"{difference:+.{digits}f} ± {half:.{digits}f}, {verdict['verdict']}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """A claim that one scheme, model or option is better than another.

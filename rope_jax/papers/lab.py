@@ -170,10 +170,11 @@ class Lab:
         if self.scale == "full":
             names = [run.full_name()]
         elif self.scale == "released":
-            names = [run.model, run.position, dense and run.recipe_name]
+            names = [run.model, run.position, run.recipe_name if dense else ""]
         else:
             small = stand_in(run.model)
-            names = [small.family, dense and run.task, run.position, _added_options(run, small)]
+            task = run.task if dense else ""
+            names = [small.family, task, run.position, _added_options(run, small)]
         return self.folder / "-".join(map(str, filter(None, [*names, seed])))
 
     def _stage_jobs(self, run: Run, seed: int | None) -> list[Job]:
@@ -434,7 +435,10 @@ def _added_options(run: Run, small: StandIn) -> str:
 
 
 def _row_fits(row: Row, dataset: str | None, views: str) -> bool:
-    """Whether a row is of a data set (None or that of the run: of no further set), and of views."""
+    """Checks if a row is of a data set and of views.
+
+    None and the data set that the run trained on stand for rows of none of `IMAGENET_SETS`.
+    """
     asked = row.get("asked", {}).get("dataset")
     further = asked if asked in IMAGENET_SETS.values() else None
     has_views = ("flip" in row["protocol"]) == (views == "multi-scale")
@@ -442,7 +446,7 @@ def _row_fits(row: Row, dataset: str | None, views: str) -> bool:
 
 
 def single(number: float) -> Measured:
-    """A number that is not of runs."""
+    """A measurement that no run stands behind."""
     return {"mean": number, "interval": None, "seeds": [], "runs": []}
 
 

@@ -92,7 +92,8 @@ def tables(result: Result, scale: str) -> list[tuple[list[str], list[list[str]]]
     numbers = [cell for cell in result["cells"] if "setting" not in cell["key"]]
     made = [_settings(settings)] if settings else []
     for what in ["both"] if scale in ("released", "full") else ["ours", "published"]:
-        if any(what == "both" or cell[what] is not None for cell in numbers):
+        shown = [cell for cell in numbers if what == "both" or cell[what] is not None]
+        if shown:
             made.append(_pivot(numbers, result["columns"], what))
     return made
 

@@ -22,11 +22,11 @@ def _kept(lab: Lab, name: str, measure: Callable[[], Any]) -> Any:
     """A measurement on this device, from the workdir's file if it was made before."""
     path = lab.workdir / "speed.json"
     stored = read_json(path) if path.exists() else {}
-    of_device = stored.setdefault(jax.devices()[0].device_kind, {})
-    if name not in of_device:
-        of_device[name] = measure()
+    times = stored.setdefault(jax.devices()[0].device_kind, {})
+    if name not in times:
+        times[name] = measure()
         write_file(path, json.dumps(stored, indent=1) + "\n")
-    return of_device[name]
+    return times[name]
 
 
 def throughput(lab: Lab, key: Mapping[str, Any]) -> tuple[Measured | None, str]:

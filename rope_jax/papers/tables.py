@@ -69,13 +69,13 @@ class Table(Artifact):
                 and lab.rows(run)
             ]
         by_text = {json.dumps(key, sort_keys=True): (key, value) for key, value in cells}
-        of_user = [
+        added = [
             key | {"position": scheme}
             for scheme in lab.schemes
             for key, _ in cells
             if key.get("position")
         ]
-        for key in [*self.more, *of_user]:
+        for key in [*self.more, *added]:
             by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
         return {text: cell for text, cell in by_text.items() if lab.wants(key_names(cell[0]))}
 

@@ -328,17 +328,17 @@ def assemble(
     model_params = seeds.take(params, config.seeds)  # decay and layer rates depend on shapes
     optimizer = optim.make_optimizer(config.optim, schedule, model_params, on_every_device(mesh))
     return Setup(
-        config,
-        mesh,
-        images,
-        held_out,
-        graph,
-        rest,
-        optimizer,
-        schedule,
-        total,
-        model.window_rule(scaled=config.eval.scale_windows),
-        find_task(model),
+        config=config,
+        mesh=mesh,
+        images=images,
+        held_out=held_out,
+        graph=graph,
+        rest=rest,
+        optimizer=optimizer,
+        schedule=schedule,
+        total_steps=total,
+        windows=model.window_rule(scaled=config.eval.scale_windows),
+        task=find_task(model),
     )
 
 

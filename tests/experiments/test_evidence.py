@@ -28,44 +28,48 @@ def rows(position, *accuracies, first_seed=0):
     ]
 
 
-def test_verdicts_are_of_the_first_seeds_and_narrow_ones_are_tested_again():
-    base = rows("ape", 50, 51, 52)
+def test_claims_are_judged_by_all_seeds_and_narrow_verdicts_are_tested_again():
+    base = rows("ape", 50, 51, 52, 53, 54)
     claims = {
         "a paper": (
             *above("wide", "ape", at=(32,)),
             *above("narrow", "ape", at=(16, 24)),
             *above("absent", "ape", at=(32,)),
+            *above("unfinished", "ape", at=(32,)),
             as_good("slightly_worse", "ape", at=(32,)),
         )
     }
     runs = [
         *base,
-        *rows("wide", 60, 61, 62.3),
-        *rows("narrow", 52, 54, 54.8),
-        *rows("slightly_worse", 49.7, 50.7, 51.8),
+        *rows("wide", 60, 61, 62, 63, 64.5),
+        *rows("narrow", 51, 52, 54, 55, 58),
+        *rows("unfinished", 60, 61, 62.5),
+        *rows("slightly_worse", 49.6, 50.8, 51.8, 52.8, 54),
     ]
-    table = evidence.verdicts(runs, claims)["rows"]
-    assert [row[3].split(", ")[-1] for row in table] == [
-        "shown",
-        "shown<br>to be tested again",
+    table = evidence.tabulate_verdicts(runs, claims)
+    assert [row[3] for row in table["rows"]] == [
+        "+10.1 ± 0.3, shown",
+        "+2.0 ± 1.5, shown<br>to be tested again",
         "not tested",
-        "shown<br>to be tested again",
+        "+10.2 ± 0.7, 3 of 5 seeds",
+        "-0.2 ± 0.2, shown<br>to be tested again",
     ]
-    assert table[1] == [
-        "`narrow` above `ape`",
-        "a paper",
-        "16, 24",
-        "+2.6 ± 1.3, shown<br>to be tested again",
-        "16 px: +2.6 ± 1.3, shown<br>24 px: +2.6 ± 1.3, shown",
-    ]
-    again = [*rows("ape", 50, 51, first_seed=5), *rows("narrow", 40, 41, first_seed=5)]
-    table = evidence.verdicts([*runs, *again], claims)["rows"]
-    assert table[1][3] == "+2.6 ± 1.3, shown<br>seeds 5 to 9: -10.0 ± 0.0, refuted"
+    narrow = table["rows"][1]
+    assert narrow[:3] == ["`narrow` above `ape`", "a paper", "16, 24"]
+    assert narrow[4] == "16 px: +2.0 ± 1.5, shown<br>24 px: +2.0 ± 1.5, shown"
+    assert not evidence.is_complete([table])
+    one = {"a paper": claims["a paper"][1:2]}
+    again = rows("ape", 50, 51, 52, 53, 54, first_seed=5)
+    for count, text in ((4, "to be tested again"), (5, "seeds 5 to 9: -10.0 ± 0.0, refuted")):
+        more = rows("narrow", *(40, 41, 42, 43, 44)[:count], first_seed=5)
+        table = evidence.tabulate_verdicts([*runs, *again, *more], one)
+        assert table["rows"][0][3] == f"+2.0 ± 1.5, shown<br>{text}"
+        assert evidence.is_complete([table]) == (count == 5)
 
 
 def test_attention_is_compared_by_size_number_and_block():
-    runs = [*rows("ape", 50, 51), *rows("rope2d", 52, 53)]
-    table = evidence.attention_verdicts(runs)["rows"]
+    runs = [*rows("ape", 50, 51, 52, 53, 54), *rows("rope2d", 52, 53, 54, 55, 56)]
+    table = evidence.tabulate_attention(runs)["rows"]
     assert table[0][:3] == ["`rope2d` above `ape`", "mean distance (tokens)", "2"]
     assert table[0][3:] == ["+2.00 ± 0.00, shown"] * 3
     assert table[1][3:] == ["+4.00 ± 0.00, shown"] * 3  # block 3
@@ -74,7 +78,9 @@ def test_attention_is_compared_by_size_number_and_block():
 
 
 def test_accuracies_have_the_most_accurate_scheme_first():
-    table = evidence.accuracies([*rows("ape", 50), *rows("rope2d", 52, 54)])
+    table = evidence.tabulate_accuracies(
+        [*rows("ape", 50), *rows("rope2d", 52, 54), *rows("ape", 90, first_seed=5)]
+    )
     assert [row[:3] for row in table["rows"]] == [
         ["`rope2d`", "2", "53.0 ± 12.7"],
         ["`ape`", "1", "50.0"],
@@ -100,5 +106,12 @@ def test_runs_are_read_once(tmp_path, monkeypatch):
     assert {*row["attention"]} == {"8", "12"}
     assert row["attention"]["12"]["entropy"][0] > row["attention"]["8"]["entropy"][0] > 0
     monkeypatch.setattr(evidence, "read_row", lambda run: pytest.fail("it is in the file"))
-    collect(folder)
+    (tmp_path / "unfinished").mkdir()
+    collect(folder, tmp_path / "unfinished", out)
     assert json.loads(out.read_text())["runs"] == [row]
+    save_run(tmp_path / "other", 3, position="rope2d", seed=4)
+    config["model"]["position"], config["epochs"] = "rope2d", 7
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    (tmp_path / "other/results.json").write_bytes((folder / "results.json").read_bytes())
+    with pytest.raises(SystemExit, match="trained with another recipe"):
+        collect(tmp_path / "other")

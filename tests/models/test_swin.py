@@ -400,6 +400,16 @@ def test_drop_path_grows_over_all_blocks():
         np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
 
 
+def test_initial_weights_are_equal_under_jit():
+    make = lambda: nnx.to_pure_dict(
+        nnx.state(
+            rope_jax.create_model("nat_mini", position="none", num_classes=5, **TINY), nnx.Param
+        )
+    )
+    eager = make()
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(make)(), eager)
+
+
 # What is refused
 
 

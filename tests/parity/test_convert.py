@@ -194,6 +194,17 @@ def test_tables_of_another_map_are_resized_by_the_schemes_rule(name, position, s
     assert export_state_dict(model, source=source)[key].shape != state_dict[key].shape
 
 
+def test_tables_of_another_window_are_resized():
+    trained = small("swin_t", "rpb", image_size=112)
+    model = small("swin_t", "rpb", image_size=128, window_size=None)
+    rope_jax.convert_state_dict(model, export_state_dict(trained, source="swin"), source="swin")
+    assert model.stages[1].position.offsets.shape == (2, 2, 7, 7)
+    want = resample(trained.stages[1].position.offsets[...], (7, 7), "bicubic")
+    np.testing.assert_allclose(
+        model.stages[1].position.offsets[...], want, rtol=0, atol=1e-6
+    )  # layer by layer, and all at once
+
+
 @pytest.mark.parametrize(
     ("image_size", "sides"), [((32, 64), [(8, 8), (4, 4)]), ((20, 28), [(5, 7), (3, 4)])]
 )
