@@ -84,6 +84,8 @@ def test_the_tables_of_papers_have_a_row_for_each_artifact():
 
 def test_every_tested_claim_is_in_one_section():
     page = (ROOT / "docs/papers.md").read_text()
-    for result in newest(read_results(), "evidence"):
+    finished = [x for x in newest(read_results(), "evidence") if x["complete"]]
+    assert finished
+    for result in finished:
         for row in result["tables"][1]["rows"]:
             assert page.count(f"| {' | '.join(row)} |") == 1, row
