@@ -12,8 +12,8 @@ from collections.abc import Iterator
 _MALLOPT = {
     "MMAP_THRESHOLD": (-3, (2**30, 2**25)),
     "TRIM_THRESHOLD": (-1, (2**31 - 1,)),
-    # More than a thread's heap of 64 MiB, which stays when it is empty.
-    "TOP_PAD": (-2, (2**27,)),
+    # Heaps of threads have at most 64 MiB: larger blocks would be mapped, and returned when freed.
+    "ARENA_MAX": (-8, (1,)),
 }
 _CPU = pathlib.Path("/proc/cpuinfo")
 _LIMITS = pathlib.Path("/sys/fs/cgroup")
@@ -56,15 +56,14 @@ def keep_freed_memory() -> bool:
 
     XLA allocates the intermediate arrays of a program anew at each call. Where glibc has returned
     their memory, Linux clears every page again before its next use, a large part of the time of a
-    small model's training step. The process may then keep as much memory as it has had in use,
-    except for blocks of more than 64 MiB that other threads than the main one allocate.
+    small model's training step. All threads share one heap, and the process may keep as much memory
+    as it has had in use. To be called before jax's devices, whose threads it is about, are started.
 
     Returns:
-        True if it was done; False without glibc, and where MALLOC_MMAP_THRESHOLD_,
-        MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_ or GLIBC_TUNABLES is set.
+        True if it was done; False without glibc, and where one of its variables (MALLOC_...,
+        GLIBC_TUNABLES) is set.
     """
-    variables = {f"MALLOC_{name}_" for name in _MALLOPT} | {"GLIBC_TUNABLES"}
-    if variables & os.environ.keys():
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

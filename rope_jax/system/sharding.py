@@ -7,6 +7,7 @@ arXiv 1910.02054; FSDP, arXiv 2304.11277). With fsdp=1, the default, parameters 
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +28,22 @@ SMALLEST = 2**14
 def start_devices() -> None:
     """Starts jax's devices, which other functions would do at their first use.
 
-    On a CPU, the process keeps the memory that it frees (`cores.keep_freed_memory`).
+    With JAX_PLATFORMS=cpu or without jax's plug-ins for GPUs, the process keeps the memory that it
+    frees (`cores.keep_freed_memory`).
 
     Raises:
         ValueError: there are none of the kind that JAX_PLATFORMS names.
     """
+    if jax.config.jax_platforms == "cpu" or importlib.util.find_spec("jax_plugins") is None:
+        keep_freed_memory()
     try:
-        devices = jax.devices()
+        jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter without a word, of a known kind
         reason = str(error).strip().partition("\n")[0] or jax.config.jax_platforms
         raise ValueError(
             f"jax has no device ({reason}): install its support for this device, or set "
             "JAX_PLATFORMS=cpu"
         ) from error
-    if devices[0].platform == "cpu":
-        keep_freed_memory()
 
 
 def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:
