@@ -2,8 +2,7 @@
 
 import sys
 
-import benchmarks
 from benchmarks._runner import main
 
 if __name__ == "__main__":
-    sys.exit(main(benchmarks, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

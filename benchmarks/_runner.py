@@ -1,4 +1,4 @@
-"""Command line and result file of a benchmark or experiment.
+"""Command line and result file of a benchmark.
 
 A benchmark is a function `run(keep, ...)`. Its other parameters define the command line:
 keyword-only parameters become options (`add_options` of `rope_jax.commands.arguments`), the others
@@ -18,13 +18,13 @@ import os
 import pathlib
 import pkgutil
 import platform
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+import benchmarks
 from rope_jax.commands.arguments import Help, add_options, parser_options
 from rope_jax.names.options import find_options
 from rope_jax.system.files import write_file
@@ -116,13 +116,13 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     function(keep, *first, *flags, **{x: options[x] for x in named})
 
 
-def main(package: types.ModuleType, argv: Sequence[str]) -> int:
-    """Runs a module of a package by name and returns the exit status."""
-    modules = pkgutil.iter_modules(package.__path__)
+def main(argv: Sequence[str]) -> int:
+    """Runs a benchmark by name and returns the exit status."""
+    modules = pkgutil.iter_modules(benchmarks.__path__)
     names = sorted(module.name for module in modules if not module.name.startswith("_"))
-    parser = argparse.ArgumentParser(prog=f"python -m {package.__name__}")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("name", choices=names)
     name = parser.parse_args(argv[:1]).name
-    module = importlib.import_module(f"{package.__name__}.{name}")
+    module = importlib.import_module(f"benchmarks.{name}")
     call(name, module.run, argv[1:], f"{parser.prog} {name}")
     return 0

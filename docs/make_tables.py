@@ -64,11 +64,11 @@ def recipe(name: str) -> str:
 
 
 def commands() -> str:
-    """Benchmarks and experiments, with the first sentence of their docstrings."""
+    """Benchmarks, with the first sentence of their docstrings."""
     rows = []
-    for path in sorted([*ROOT.glob("benchmarks/[!_]*.py"), *ROOT.glob("experiments/[!_]*.py")]):
+    for path in sorted(ROOT.glob("benchmarks/[!_]*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())).split("\n\n")[0]
-        rows.append([f"`python -m {path.parent.name} {path.stem}`", text.replace("\n", " ")])
+        rows.append([f"`python -m benchmarks {path.stem}`", text.replace("\n", " ")])
     return markdown_table(["command", "measures"], rows)
 
 

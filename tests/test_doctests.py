@@ -11,7 +11,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = (
     ROOT / "rope_jax",
     ROOT / "kernels" / "rope_jax_kernels",
-    ROOT / "experiments",
     ROOT / "benchmarks",
     ROOT / "docs",
 )

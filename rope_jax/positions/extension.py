@@ -187,22 +187,22 @@ class Extension:
 def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> list[nnx.Module]:
     """Sets the rule of all rotary schemes of a model; other options stay those of the scheme.
 
-        >>> import rope_jax
-        >>> model = rope_jax.create_model("vit_digits", position="rope2d(beta=8)", depth=1)
-        >>> (scheme,) = extend_rotations(model, "yarn(alpha=0.5)", log_scale=True)
-        >>> scheme.extension
-        Extension(extend='yarn', log_scale=True, alpha=0.5, beta=8.0)
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="rope2d(beta=8)", depth=1)
+    >>> (scheme,) = extend_rotations(model, "yarn(alpha=0.5)", log_scale=True)
+    >>> scheme.extension
+    Extension(extend='yarn', log_scale=True, alpha=0.5, beta=8.0)
 
-        Args:
-            model: changed in place.
-    extend: one of `RULES`, with any options: "ntk", "yarn(beta=8)"; None changes nothing.
-            log_scale: True, or False to leave it to the scheme.
+    Args:
+        model: changed in place.
+        extend: one of `RULES`, with any options: "ntk", "yarn(beta=8)"; None changes nothing.
+        log_scale: True, or False to leave it to the scheme.
 
-        Returns:
-            The schemes that were set.
+    Returns:
+        The schemes that were set.
 
-        Raises:
-            ValueError: the model has no rotary scheme, or the rule or its options are unknown.
+    Raises:
+        ValueError: the model has no rotary scheme, or the rule or its options are unknown.
     """
     if extend is None and not log_scale:
         return []

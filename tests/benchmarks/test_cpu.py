@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-import benchmarks
 from benchmarks import cpu
 from benchmarks._runner import main
 
@@ -26,7 +25,7 @@ def stand_in(folder, parameters):
 def test_the_two_libraries_take_turns(tmp_path):
     out = tmp_path / "x.json"
     argv = ["cpu", *SHORT, stand_in(tmp_path, 302122), f"--out={out}"]
-    assert main(benchmarks, [*argv, "--", "batch_size=32"]) == 0
+    assert main([*argv, "--", "batch_size=32"]) == 0
     result = json.loads(out.read_text())
     (name, rate, *_), (peer, *peer_cells) = result["rows"]
     assert (name, peer) == ("rope_jax", "eager PyTorch")
@@ -40,9 +39,9 @@ def test_the_two_libraries_take_turns(tmp_path):
 @pytest.mark.process
 def test_different_models_are_not_compared(tmp_path):
     with pytest.raises(SystemExit, match="the models differ"):
-        main(benchmarks, ["cpu", *SHORT, stand_in(tmp_path, 7)])
+        main(["cpu", *SHORT, stand_in(tmp_path, 7)])
     with pytest.raises(SystemExit, match="rope_mixed"):
-        main(benchmarks, ["cpu", stand_in(tmp_path, 7), "--", "model.position=ape"])
+        main(["cpu", stand_in(tmp_path, 7), "--", "model.position=ape"])
 
 
 def test_ratios_compare_times_within_a_turn():

@@ -10,7 +10,6 @@ import types
 import jax
 import pytest
 
-import benchmarks
 from benchmarks import gpu
 from benchmarks._runner import main
 from rope_jax.commands import tune
@@ -36,7 +35,7 @@ def test_steps_run_in_order_and_are_not_repeated(tmp_path, started_commands):
     started_commands.failing = "--model=deit3_b16"
     argv = ["gpu", f"--out={tmp_path}"]
     with pytest.raises(SystemExit, match=r"failed: tune_deit3_b16_axial_rope$"):
-        main(benchmarks, argv)
+        main(argv)
     modules = [command[0] for command in started_commands.commands]
     assert modules == ["pytest", *["rope_jax.tune"] * len(gpu.MODELS), "benchmarks"]
     assert started_commands.commands[-1] == [
@@ -48,7 +47,7 @@ def test_steps_run_in_order_and_are_not_repeated(tmp_path, started_commands):
         tune.make_parser().parse_args(command[1:])
     started_commands.commands.clear()
     started_commands.failing = "none"
-    assert main(benchmarks, argv) == 0
+    assert main(argv) == 0
     assert [command[1] for command in started_commands.commands] == ["--model=deit3_b16"]
 
 
@@ -57,14 +56,14 @@ def test_failed_tests_of_earlier_calls_are_reported(tmp_path, started_commands):
     path = tmp_path / f"tests_gpu_{gpu.hash_sources()}.jsonl"
     path.write_text(json.dumps({"test": "a", "outcome": "failed"}) + "\n")
     with pytest.raises(SystemExit, match=r"failed: tests of .*jsonl"):
-        main(benchmarks, ["gpu", f"--out={tmp_path}"])
+        main(["gpu", f"--out={tmp_path}"])
 
 
 def test_nothing_starts_without_a_gpu_or_a_folder(tmp_path, capsys):
     with pytest.raises(SystemExit, match="jax runs on cpu"):
-        main(benchmarks, ["gpu", f"--out={tmp_path}"])
+        main(["gpu", f"--out={tmp_path}"])
     with pytest.raises(SystemExit, match="2"):
-        main(benchmarks, ["gpu"])
+        main(["gpu"])
     assert "required: --out" in capsys.readouterr().err
 
 

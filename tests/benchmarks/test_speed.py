@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 
-import benchmarks
 from benchmarks import _layers, _rotations, _timing, speed
 from benchmarks._model_shapes import LAYERS
 from benchmarks._runner import main
@@ -86,7 +85,7 @@ def test_a_training_layer_returns_its_gradients():
 def test_a_finished_row_is_not_measured_again(tmp_path, capsys):
     def run(*options):
         argv = ["speed", "--parts", "rotation", "--turns=1", f"--out={tmp_path / 'x.json'}"]
-        assert main(benchmarks, [*argv, *options]) == 0
+        assert main([*argv, *options]) == 0
         return json.loads((tmp_path / "x.json").read_text())["measured"]
 
     first = run("--only=16-16, forward, 1 x")
@@ -103,7 +102,7 @@ def test_a_finished_row_is_not_measured_again(tmp_path, capsys):
 @pytest.mark.parametrize("part", ["attention", "models"])
 def test_the_other_parts_run(part, tmp_path):
     out = tmp_path / "x.json"
-    assert main(benchmarks, ["speed", "--parts", part, "--turns=1", f"--out={out}"]) == 0
+    assert main(["speed", "--parts", part, "--turns=1", f"--out={out}"]) == 0
     result = json.loads(out.read_text())
     for make_row in result["measured"]:
         assert any(name.startswith("ours") for name in make_row["microseconds"]), make_row

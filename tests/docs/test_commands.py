@@ -1,7 +1,7 @@
 """Runs every command that the documentation shows, as far as possible without training.
 
 The texts are the Markdown pages, that of the notebooks, and the docstrings of modules. A command
-begins with `rope_jax`, `python -m rope_jax...`, `python -m benchmarks`, `python -m experiments` or
+begins with `rope_jax`, `python -m rope_jax...`, `python -m benchmarks` or
 `make`, at the start of a line of code (behind variables, `srun` or `mpirun`), or is the whole of an
 inline code. It continues after a backslash and ends before a comment or two spaces. Inline code may
 leave out what the command requires.
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import pathlib
 import re
 import shlex
 import shutil
@@ -66,8 +65,8 @@ from tests.models.small import some_slow
 
 ROOT = stand_ins.ROOT
 MAKEFILE = (ROOT / "Makefile").read_text()
-PACKAGES = ("rope_jax", "benchmarks", "experiments", "configs", "docs")
-PROGRAM = r"rope_jax [a-z]|python -m (?:benchmarks|experiments)[._ ]|python -m rope_jax\.|make "
+PACKAGES = ("rope_jax", "benchmarks", "configs", "docs")
+PROGRAM = r"rope_jax [a-z]|python -m benchmarks[._ ]|python -m rope_jax\.|make "
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ |srun |mpirun |-\S+ |\d+ )*((?:{PROGRAM}).*)")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^(?: {4,}\S.*\n?)+", re.MULTILINE)
@@ -415,15 +414,15 @@ def make(words):
             sys.exit(f"the Makefile has no {word}")
 
 
-def measure(package, words):
-    """Runs the parser of a benchmark or experiment, and prepares the recipe of `cpu`."""
-    if not pathlib.Path(ROOT, package, f"{words[0]}.py").exists():
-        return _runner.main(importlib.import_module(package), words)
-    module, recorded = importlib.import_module(f"{package}.{words[0]}"), {}
+def measure(words):
+    """Runs the parser of a benchmark, and prepares the recipe of `cpu`."""
+    if not (ROOT / "benchmarks" / f"{words[0]}.py").exists():
+        return _runner.main(words)
+    module, recorded = importlib.import_module(f"benchmarks.{words[0]}"), {}
     with pytest.MonkeyPatch.context() as patch:
         note = lambda _, *flags, **options: recorded.update(options, flags=flags)
         patch.setattr(module, "run", functools.wraps(module.run)(note))
-        status = _runner.main(importlib.import_module(package), words)
+        status = _runner.main(words)
     if module is cpu:
         prepare_run(cpu.make_config(recorded["recipe"], recorded["flags"]))
     return status
@@ -446,8 +445,7 @@ RUNNERS = {
     "positions": positions.main,
     "rope_jax.models.cost": cost.main,
     "rope_jax.config": lambda words: print(config.settings_help()),
-    "benchmarks": functools.partial(measure, "benchmarks"),
-    "experiments": functools.partial(measure, "experiments"),
+    "benchmarks": measure,
     "make": make,
 }
 # Errors about missing arguments, which inline code may omit.

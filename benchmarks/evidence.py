@@ -1,9 +1,9 @@
 """Collects the runs of an experiment: accuracy, attention, and verdicts on the papers' claims.
 
-    python -m experiments evidence runs/tiny_imagenet/* --part tiny_imagenet --out FILE.json
+    python -m benchmarks evidence runs/tiny_imagenet/* --part tiny_imagenet --out FILE.json
 
-Models, images, recipe and claims of the experiment were written down in PART.md of this folder
-before its runs. Runs in the file of --out are kept and not read again, so that an experiment can
+Models, images, recipe and claims of the experiment were written down in experiments/PART.md before
+its runs. Runs in the file of --out are kept and not read again, so that an experiment can
 be trained in parts, on several machines; folders without results are left out. A claim has no
 verdict before all its seeds are there.
 """
@@ -21,9 +21,9 @@ from typing import Any, Literal
 import jax
 
 from benchmarks._runner import Keep
-from experiments.extend import Table, spread
 from rope_jax.analysis.analyses import image_batches
 from rope_jax.analysis.attention import attention_statistics
+from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import RunResults, read_runs
 from rope_jax.config import Config, settings
 from rope_jax.papers.claims import Claim, Verdict, above, as_good, in_words
@@ -32,6 +32,7 @@ from rope_jax.runs.loading import load_run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
 
+Table = dict[str, Any]  # columns and rows of text, and a note
 Row = dict[str, Any]  # of a run: position, seed, step, date, machine, jax, eval, attention
 Value = Callable[[Row, int], float]  # a number of a run at a size in pixels
 
@@ -147,6 +148,16 @@ def verdict_text(claim: Claim, rows: Sequence[Row], value: Value = top1, digits:
     if later["interval"] and len(later["seeds"]) == SEEDS:
         again = f"seeds 5 to 9: {in_words(later, digits)}"
     return f"{in_words(verdict, digits)}<br>{again}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Formats mean and 95 % interval (Student's t).
+
+    >>> spread([1.0, 3.0])
+    '2.0 ± 12.7'
+    """
+    mean, half = student(values)
+    return f"{mean:.1f}" + (f" ± {half:.1f}" if len(values) > 1 else "")
 
 
 def tabulate_accuracies(rows: Sequence[Row]) -> Table:

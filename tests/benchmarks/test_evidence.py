@@ -1,11 +1,11 @@
-"""The experiment `evidence`: rows of runs, accuracies, verdicts."""
+"""The benchmark `evidence`: rows of runs, accuracies, verdicts."""
 
 import json
 
 import pytest
 
+from benchmarks import evidence
 from benchmarks._runner import call
-from experiments import evidence
 from rope_jax.papers.claims import above, as_good
 from tests.small_run import save_run
 

@@ -1,1 +1,0 @@
-"""Experiments whose results the documentation shows: `python -m experiments NAME`."""
