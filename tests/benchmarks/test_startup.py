@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-import benchmarks
 from benchmarks._runner import main
 
 
@@ -11,7 +10,7 @@ from benchmarks._runner import main
 def test_starts_with_empty_and_filled_caches_are_measured(tmp_path):
     out = tmp_path / "startup.json"
     small = ["--model=vit_digits", "--batch=2", "--image-size=8", "--starts=1"]
-    assert main(benchmarks, ["startup", *small, f"--out={out}"]) == 0
+    assert main(["startup", *small, f"--out={out}"]) == 0
     result = json.loads(out.read_text())
     (empty,), (filled,) = result["first_step_s"].values()
     assert min(empty, filled) > 1  # processes that import jax
@@ -22,4 +21,4 @@ def test_starts_with_empty_and_filled_caches_are_measured(tmp_path):
 @pytest.mark.process
 def test_runs_that_end_early_are_explained():
     with pytest.raises(SystemExit, match=r"(?s)before its first step:.*vit_digit"):
-        main(benchmarks, ["startup", "--model=vit_digit", "--starts=1"])
+        main(["startup", "--model=vit_digit", "--starts=1"])
