@@ -4,6 +4,7 @@ Each picture shows a result of experiments/results, whose checksum is stored in 
 picture of another result is drawn again. Scores are means over seeds with 95 % intervals.
 """
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -26,7 +27,9 @@ from rope_jax.evaluate.results import main_score, score_name
 FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
-CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
+CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)")
+_TINY_AXIAL = ["axial_rope(k_rope=1)", "axial_rope", "axial_rope(k_rope=8)"]
+TINY_CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_TINY_AXIAL)
 VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
 TRAINED, MARGIN = "as trained", 0.5  # points by which a model may be worse that is "as good"
 VERDICT = re.compile(rf"({TRAINED}|\d+ px): (\S+) ± (\S+), ([a-z ]+)")
@@ -34,9 +37,9 @@ RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
 
 
-def draw_by_scheme(figure: Figure, result: Result) -> None:
+def draw_by_scheme(figure: Figure, result: Result, schemes: Sequence[str] = CURVES) -> None:
     """Plots the score over resolution, with a curve per scheme of a ViT."""
-    measured: Curves = {scheme: {} for scheme in CURVES}
+    measured: Curves = {scheme: {} for scheme in schemes}
     for run in result["runs"]:
         if run.get("backbone", "vit") == "vit" and run["position"] in measured:
             for row in run["eval"]:
@@ -136,6 +139,13 @@ PICTURES = [
         {},
         "Segmentation with a small ViT: mIoU by scheme and resolution",
         draw_by_scheme,
+    ),
+    Picture(
+        "tiny_imagenet.png",
+        "evidence",
+        {"part": "tiny_imagenet"},
+        "A small ViT on 20 classes of Tiny-ImageNet, trained on random crops",
+        functools.partial(draw_by_scheme, schemes=TINY_CURVES),
     ),
     Picture(
         "fashion.png",
