@@ -51,9 +51,8 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         """`epoch` and `index` int32 [b], `draws` uint32 [b, augmentations, 2], high words first."""
         epochs, indices = self._make.part(self._step)
         self._step += 1
-        size = self._make.images.size
         drawn = [
-            _pack_draws(augmentation, size, draws)
+            _pack_draws(augmentation, self._make.images, draws)
             for augmentation, draws in self._make.draws(epochs, indices)
         ]
         draws = np.array(drawn, np.uint64).reshape(len(drawn), len(indices)).T
@@ -63,6 +62,12 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
             "index": indices.astype(np.int32),
             "draws": words.astype(np.uint32),
         }
+
+    @property
+    def pixels(self) -> UInt8[np.ndarray, "n H W 3"]:
+        """The images that `take` needs: as they are stored, if the first augmentation crops."""
+        images, stages = self._make.images, [x.entry.stage for x in self._make.augmentations]
+        return images.to_crop if CROP in stages else images.images
 
     def close(self) -> None:
         """Does nothing: there are no workers."""
@@ -88,20 +93,18 @@ def loader_on_device(augment: str, images: Images | Streamed) -> tuple[Augmentat
                 f"on_device=True supports {supported} and augmentations of the step, not "
                 f"{augmentation.name} of {images.labels_of}: set it to False"
             )
-        _pack_draws(
-            augmentation, images.size, np.zeros(1, np.uint64)
-        )  # its options may be unsupported
+        _pack_draws(augmentation, images, np.zeros(1, np.uint64))  # its options may be unsupported
     return augmentations
 
 
 def _pack_draws(
-    augmentation: Augmentation, size: tuple[int, int], draws: UInt64[np.ndarray, " b"]
+    augmentation: Augmentation, images: Images, draws: UInt64[np.ndarray, " b"]
 ) -> UInt64[np.ndarray, " b"]:
     """Returns the draws, or the packed boxes of a crop."""
     if augmentation.entry.stage != CROP:
         return draws
-    height, width = size
-    boxes = [pack(augmentation(width, height, size, draw)) for draw in draws.tolist()]
+    height, width = images.to_crop.shape[1:3]
+    boxes = [pack(augmentation(width, height, images.size, draw)) for draw in draws.tolist()]
     return np.array(boxes, np.uint64)
 
 
@@ -110,24 +113,27 @@ def take(
     labels: Integer[Array, "n ..."],
     batch: dict[str, Array],
     augment: str,
+    size: tuple[int, int],
 ) -> dict[str, Array]:
     """The batch of `rope_jax.data.batches`, from the whole data set on the device.
 
     Args:
-        images: the data set, uint8 [n, H, W, 3].
+        images: `DeviceBatches.pixels`.
         labels: int32 [n], or uint8 [n, H, W] of pixels.
         batch: from `DeviceBatches`.
         augment: as for `DeviceBatches`.
+        size: (h, w) of the result.
 
     Returns:
-        `image` uint8 [b, H, W, 3], `label`, `epoch` and `index` int32 [b].
+        `image` uint8 [b, h, w, 3], `label`, `epoch` and `index` int32 [b].
     """
     examples = batch["index"] % len(labels)
     pixels, label = images[examples], labels[examples]
     for number, augmentation in enumerate(parse_loader(augment)):
-        function = jax.vmap(
-            functools.partial(augmentation.entry.on_device, **dict(augmentation.options))
-        )
+        options = dict(augmentation.options)
+        if augmentation.entry.stage == CROP:
+            options["size"] = size
+        function = jax.vmap(functools.partial(augmentation.entry.on_device, **options))
         draws = batch["draws"][:, number]
         pixels = function(pixels, draws)
         if label.ndim == 3:  # of pixels

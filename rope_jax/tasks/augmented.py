@@ -24,7 +24,7 @@ def augment_batch(batch: Batch, options: DataConfig, *, seed: int | Array) -> Ba
     """
     augment = split_augment(options.augment)
     if "set" in batch:
-        batch = take(*batch["set"], batch, augment.loader)
+        batch = take(*batch["set"], batch, augment.loader, options.image_size)
     images = batch["image"]
     if augment.pixels:
         keys = device.example_keys(seed, batch["epoch"], batch["index"])

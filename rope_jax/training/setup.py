@@ -374,7 +374,7 @@ def training_batches(
     }
     if config.data.on_device:
         streams = [DeviceBatches(images, seed=seed, **options) for seed in config.all_seeds]
-        resident = jax.device_put((images.images, images.labels), replicate(setup.mesh))
+        resident = jax.device_put((streams[0].pixels, images.labels), replicate(setup.mesh))
         stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
         return stream, {"set": resident}
 

@@ -1,5 +1,6 @@
 import gzip
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image
 
 from rope_jax.data import Images, load, resize
+from rope_jax.data.images.crops import crop_pixels, resized_crop
 
 RNG = np.random.default_rng(0)
 LABELS = np.array([0, 2, 1, 2], np.uint8)
@@ -37,7 +39,12 @@ def test_npz(tmp_path, shape):
     np.testing.assert_array_equal(train.images, colours)
     np.testing.assert_array_equal(train.labels, LABELS)
     assert (train.name, train.classes, test.classes, test.split) == ("set", 3, 3, "test")
-    assert load("npz", path, "train", (10, 8)).images.shape == (4, 10, 8, 3)
+    smaller = load("npz", path, "train", (3, 4))
+    assert smaller.images.shape == (4, 3, 4, 3)
+    crop = partial(resized_crop, scale_min=0.2)  # of the stored images
+    np.testing.assert_array_equal(
+        smaller.read(1, crop, 7), crop_pixels(train.images[1], crop, (3, 4), 7)
+    )
 
 
 def test_npz_with_one_pair(tmp_path):

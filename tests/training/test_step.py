@@ -57,16 +57,21 @@ def test_augmentations_resume_bit_for_bit(on_device):
 
 
 @pytest.mark.parametrize(
-    ("repeats", "augment"),
-    [(1, "crop(pad=2)+flip(p=0.3)"), (3, "resized_crop(interpolation=random)+flip(p=0.3)")],
+    ("repeats", "augment", "side"),
+    [
+        (1, "crop(pad=2)+flip(p=0.3)", 8),
+        (3, "resized_crop(interpolation=random)+flip(p=0.3)", 8),
+        (1, "resized_crop", 6),  # from digits of 8 x 8 pixels
+    ],
 )
-def test_sets_on_the_device_give_equal_batches(repeats, augment):
-    run, _ = prepare(tiny(data__augment=augment, data__on_device=True, data__repeats=repeats))
+def test_sets_on_the_device_give_equal_batches(repeats, augment, side):
+    changes = {"data__augment": augment, "data__repeats": repeats, "data__image_size": (side, side)}
+    run, _ = prepare(tiny(data__on_device=True, **changes))
     places, resident = training_batches(run, 10)  # across the border of an epoch
     batches = data.batches(
         run.images, batch_size=120, seed=0, start_step=10, augment=augment, repeats=repeats
     )
-    make_batch = jax.jit(lambda batch: take(*resident["set"], batch, augment))
+    make_batch = jax.jit(lambda batch: take(*resident["set"], batch, augment, (side, side)))
     for _ in range(4):
         expected = next(batches)
         result = make_batch(next(places))

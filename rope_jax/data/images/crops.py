@@ -186,7 +186,6 @@ def crop_pixels(
     if box.alone:  # cut before Pillow copies the picture
         left, top, right, bottom = box.edges
         image = image[top:bottom, left:right]
-        box = box._replace(edges=(0, 0, right - left, bottom - top))
     return _resize_box(Image.fromarray(np.ascontiguousarray(image)), box, size)
 
 
@@ -209,7 +208,7 @@ def crop_file(
         right, bottom = min(right / reduce, picture.width), min(bottom / reduce, picture.height)
         box = box._replace(edges=(left / reduce, top / reduce, right, bottom), alone=False)
     if box.alone:
-        picture, box = picture.crop(box.edges), box._replace(edges=None)
+        picture = picture.crop(box.edges)
     return _resize_box(picture, box, size)
 
 
@@ -240,6 +239,9 @@ def resize(
 def _resize_box(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarray:
     if box.resized is not None:
         return np.asarray(picture.resize(box.resized, box.interpolation).crop(box.edges))
+    if box.alone:  # rows are resized first, as on the device; from Pillow 13 on, some columns are
+        picture = picture.resize((size[1], picture.height), box.interpolation)
+        return np.asarray(picture.resize(size[::-1], box.interpolation))
     return np.asarray(picture.resize(size[::-1], box.interpolation, box=box.edges))
 
 

@@ -17,7 +17,6 @@ from rope_jax.data.images.crops import Box
 
 # Bits of the fractions in Pillow's resizing of bytes: 32, less 8 for a byte, 2 for sums beyond it.
 _BITS = 22
-_TAPS = 5  # pixels of the box that a pixel of the result, which is no smaller, may depend on
 _SIDE = 15  # bits of a number in a packed box
 _FILTERS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
 
@@ -45,16 +44,17 @@ def pack(box: Box) -> int:
 
 
 def resized_crop(
-    image: UInt8[Array, "H W 3"], words: UInt32[Array, "2"], **_: float | str
-) -> UInt8[Array, "H W 3"]:
-    """Crops a packed box and resizes it to the size of the image, as Pillow does.
+    image: UInt8[Array, "H W 3"], words: UInt32[Array, "2"], size: tuple[int, int], **_: float | str
+) -> UInt8[Array, "h w 3"]:
+    """Crops a packed box and resizes it, rows first, as Pillow does.
 
     Args:
         image: uint8 [H, W, 3].
         words: of `pack`, the high one first; they already account for the options.
+        size: (h, w) of the result.
 
     Returns:
-        uint8 [H, W, 3].
+        uint8 [h, w, 3].
     """
     high, low = words
     mask = 2**_SIDE - 1
@@ -62,31 +62,37 @@ def resized_crop(
     left, top = (high >> 13) & mask, ((high << 2) | (low >> 30)) & mask
     width, height, cubic = (low >> _SIDE) & mask, low & mask, high >> 28
     pixels = image.astype(jnp.int32)
-    # Columns first, and bytes in between, as Pillow.
+    # Bytes in between, as Pillow.
     for axis, start, length in ((1, left, width), (0, top, height)):
-        tables = _taps(image.shape[axis])
+        tables = _taps(image.shape[axis], size[axis])
         first, weights = (jnp.asarray(table)[cubic, length - 1] for table in tables)
-        tap = jnp.minimum(first[:, None] + jnp.arange(_TAPS), length.astype(jnp.int32) - 1)
+        taps = first[:, None] + jnp.arange(weights.shape[1])
+        taps = jnp.minimum(taps, length.astype(jnp.int32) - 1)
         weights = weights.reshape(*weights.shape, *(1,) * (2 - axis))
-        products = jnp.take(pixels, start.astype(jnp.int32) + tap, axis=axis) * weights
+        products = jnp.take(pixels, start.astype(jnp.int32) + taps, axis=axis) * weights
         pixels = jnp.clip((products.sum(axis + 1) + 2 ** (_BITS - 1)) >> _BITS, 0, 255)
     return pixels.astype(jnp.uint8)
 
 
 @functools.lru_cache(maxsize=8)
-def _taps(side: int) -> tuple[Int[np.ndarray, "2 side side"], Int[np.ndarray, "2 side side taps"]]:
+def _taps(
+    before: int, after: int
+) -> tuple[Int[np.ndarray, "2 before after"], Int[np.ndarray, "2 before after taps"]]:
     """First pixel and weights of each pixel of the result, for both filters and every box length.
 
-    Weights are in units of 2**-22. There is no antialiasing: no result is smaller than its box.
+    Weights are in units of 2**-22. A result that is smaller than its box is antialiased.
     """
-    first, weights = np.zeros((2, side, side), np.int32), np.zeros((2, side, side, _TAPS), np.int32)
+    first = np.zeros((2, before, after), np.int32)
+    weights = np.zeros((2, before, after, 2 * math.ceil(2 * max(before / after, 1)) + 1), np.int32)
     for kernel, (shape, support) in enumerate(((_triangle, 1.0), (_cubic, 2.0))):
-        for length in range(1, side + 1):
-            for place in range(side):
-                centre = (place + 0.5) * (length / side)
-                low = max(int(centre - support + 0.5), 0)
-                high = min(int(centre + support + 0.5), length)
-                samples = [shape(x - centre + 0.5) for x in range(low, high)]
+        for length in range(1, before + 1):
+            scale = length / after
+            wider = max(scale, 1.0)
+            for place in range(after):
+                centre = (place + 0.5) * scale
+                low = max(int(centre - support * wider + 0.5), 0)
+                high = min(int(centre + support * wider + 0.5), length)
+                samples = [shape((x - centre + 0.5) / wider) for x in range(low, high)]
                 first[kernel, length - 1, place] = low
                 for tap, sample in enumerate(samples):
                     scaled = sample / sum(samples) * 2**_BITS

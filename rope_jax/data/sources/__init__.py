@@ -1,5 +1,6 @@
 """Image sets by name."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal
@@ -114,7 +115,8 @@ def load(
         path: of the set; None for digits and scenes.
         split: "train" or "test".
         image_size: (h, w) in pixels, or one number. Data sets in memory are resized (bicubic with
-            antialiasing), or kept unchanged for None; the others need one.
+            antialiasing), or kept unchanged for None; the others need one. Random crops are always
+            cut from the images as they are stored.
         crop: of images that are read one at a time, to this size: "centre(crop=0.875)", see
             `rope_jax.data.images.crops`; of images with boxes "fit(short=800,long=1333)", see
             `rope_jax.data.images.fits`. None for the whole centre, or for this `fit`.
@@ -139,10 +141,9 @@ def load(
         return draw(split, size or (64, 64))
     if source in MEMORY:
         images = MEMORY[source](path, split)
-        if size is None:
+        if size in (None, images.size):
             return images
-        resized = resize(images.images, size)
-        return Images(resized, images.labels, images.name, split, images.classes)
+        return dataclasses.replace(images, images=resize(images.images, size), stored=images.images)
     opened = open_source(source, path, split, allow_empty=allow_empty, labels_of=labels_of)
     if size is None:
         raise ValueError(

@@ -4,7 +4,7 @@ import gzip
 import math
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,6 +36,8 @@ class Images:
         name: name of the set, for reports.
         split: "train" or "test".
         classes: number of classes of the set.
+        stored: the images before they were resized, uint8 [n, h, w, 3], from which crops are cut;
+            None if they are of that size.
 
     Raises:
         ValueError: if an array has another dtype or shape, the numbers of images and labels differ
@@ -47,6 +49,7 @@ class Images:
     name: str
     split: str
     classes: int
+    stored: np.ndarray | None = field(default=None, kw_only=True)
     in_memory: ClassVar[bool] = True
     labels_of: ClassVar[str] = "images"  # or "pixels", "boxes", "masks"
     one_size: ClassVar[bool] = True  # all examples have the same size
@@ -91,18 +94,24 @@ class Images:
         """(H, W) of the images."""
         return self.images.shape[1:3]
 
+    @property
+    def to_crop(self) -> UInt8[np.ndarray, "n h w 3"]:
+        """The images as they are stored."""
+        return self.images if self.stored is None else self.stored
+
     def read(
         self, example: int, crop: Crop | None = None, draw: int = 0
     ) -> UInt8[np.ndarray, "H W 3"]:
-        """Returns an image, or a crop of it resized to the size of the image.
+        """Returns an image, or a crop of it as it is stored, resized to `size`.
 
         Args:
             example: index of the image.
             crop: the crop to take; None for the whole image.
             draw: random bits of the crop.
         """
-        image = self.images[example]
-        return image if crop is None else crop_pixels(image, crop, self.size, draw)
+        if crop is None:
+            return self.images[example]
+        return crop_pixels(self.to_crop[example], crop, self.size, draw)
 
     def example(
         self, example: int, crop: Crop | None = None, draw: int = 0
