@@ -23,6 +23,13 @@ def pairs(pattern, grid):
     return list(find_pairs(pattern, grid))
 
 
+def mask(pattern, grid):
+    """The pairs that attend, [L, L]."""
+    allowed = np.zeros((grid[0] * grid[1],) * 2, bool)
+    allowed[*np.array(pairs(pattern, grid)).T[:2]] = True
+    return allowed
+
+
 def find_pairs(pattern, grid):
     height, width = grid
     tokens = [(y, x) for y in range(height) for x in range(width)]

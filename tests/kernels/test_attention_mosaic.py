@@ -105,6 +105,9 @@ CASES |= GRADIENTS
 CASES = {name: (Global(), *case) for name, case in CASES.items()} | WINDOWS | NEIGHBORHOODS
 
 
+run = functools.partial(outputs, implementation="mosaic")
+
+
 @pytest.fixture
 def busy(monkeypatch):
     """Simulates a busy GPU: programs take several examples, however small the batch."""
@@ -146,8 +149,7 @@ def test_data_beyond_the_last_token_affects_no_gradient():
     qkv, coords, freqs, _, cotangent = operands(
         Global(), (65,), dtype=np.float16, bias=False, heads=1, batch=1
     )
-    run = functools.partial(outputs, pattern=Global(), pairing="half", implementation="mosaic")
-    mapped = jax.vmap(lambda coords: run(qkv, coords, freqs, None, cotangent))
+    mapped = jax.vmap(lambda coords: run(qkv, coords, freqs, None, cotangent, pattern=Global()))
     # With two equal items: alone, XLA would add up the gradient of freqs in another order.
     alone = mapped(jnp.stack([coords, coords]))
     beside_nan = mapped(jnp.stack([coords, np.full_like(coords, np.nan)]))
@@ -160,7 +162,7 @@ def test_gradient_of_shared_frequencies_in_bfloat16():
         Global(), (5,), dtype=jnp.bfloat16, bias=False, shared=True, batch=1
     )
     arrays = qkv, coords, freqs.astype(jnp.bfloat16), bias, cotangent
-    gradient = outputs(*arrays, pattern=Global(), pairing="half", implementation="mosaic")["freqs"]
+    gradient = run(*arrays, pattern=Global())["freqs"]
     assert (gradient.shape, gradient.dtype) == (freqs.shape, jnp.bfloat16)
 
 
@@ -206,8 +208,7 @@ def test_nan_does_not_reach_other_examples(pattern, busy):
         pattern, (3, 3), dtype=jnp.bfloat16, bias=True, heads=1, batch=3
     )
     qkv[0, 0, 0] = np.nan
-    run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
-    result = run(qkv, *terms, cotangent)
+    result = run(qkv, *terms, cotangent, pattern=pattern)
     for name in ("out", "qkv"):
         assert np.isnan(np.float32(result[name][0])).any()
         assert np.isfinite(np.float32(result[name][1:])).all()
@@ -221,8 +222,7 @@ def test_a_bias_of_minus_infinity_masks(pattern, busy):
     )
     shape, bias = bias.shape, np.full(bias.size, -np.inf, np.float32)
     bias[bias.size // 2] = 0  # every token sees itself
-    run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
-    result = run(qkv, coords, freqs, bias.reshape(shape), None)
+    result = run(qkv, coords, freqs, bias.reshape(shape), None, pattern=pattern)
     np.testing.assert_array_equal(result["out"], qkv[..., 2, :, :])
 
 
@@ -232,9 +232,8 @@ def test_a_bias_that_is_the_same_everywhere_changes_nothing(pattern, busy):
     qkv, coords, freqs, bias, cotangent = operands(
         pattern, (4, 6), dtype=jnp.bfloat16, bias=True, heads=1, batch=1
     )
-    run = functools.partial(outputs, pattern=pattern, pairing="half", implementation="mosaic")
     none, large, lowest = (
-        run(qkv, coords, freqs, np.full_like(bias, x), cotangent)
+        run(qkv, coords, freqs, np.full_like(bias, x), cotangent, pattern=pattern)
         for x in (0, 100, jnp.finfo(jnp.float32).min)
     )
     for name in ("out", "qkv", "freqs", "bias"):
@@ -255,22 +254,13 @@ def test_vmap_of_gradients(pattern, places, busy):
         pattern, places, dtype=jnp.bfloat16, bias=biased, heads=1, batch=3
     )
     data, freqs = np.stack([qkv, 2 * qkv]), np.stack([freqs, freqs / 2])
-    run = lambda qkv, freqs: outputs(
-        qkv,
-        coords,
-        freqs,
-        bias,
-        cotangent,
-        pattern=pattern,
-        pairing="half",
-        implementation="mosaic",
-    )
-    by_freqs = jax.vmap(run, (None, 0))(data[0], freqs)
-    by_data = jax.vmap(run, (0, None))(data, freqs[0])
-    by_both = jax.vmap(run)(data, freqs)
+    turned = lambda qkv, freqs: run(qkv, coords, freqs, bias, cotangent, pattern=pattern)
+    by_freqs = jax.vmap(turned, (None, 0))(data[0], freqs)
+    by_data = jax.vmap(turned, (0, None))(data, freqs[0])
+    by_both = jax.vmap(turned)(data, freqs)
     for i in range(2):
         for mapped, at in ((by_freqs, (0, i)), (by_both, (i, i)), (by_data, (i, 0))):
-            want = run(data[at[0]], freqs[at[1]])
+            want = turned(data[at[0]], freqs[at[1]])
             np.testing.assert_array_equal(mapped["qkv"][i], want["qkv"])
             # Sums are in another order if programs take other numbers of examples.
             np.testing.assert_allclose(mapped["freqs"][i], want["freqs"], rtol=1e-5, atol=1e-4)
@@ -297,23 +287,6 @@ def test_supported_gpus(kind, reason):
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
         assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "options", "reason"),
-    [
-        (Neighborhood((15, 3)), {}, "up to (13, 13)"),
-        (Neighborhood((3, 3), (3, 1)), {}, "does not divide the map (8, 22)"),
-        (Neighborhood((3, 3)), {"scale": -1.0}, "scale is -1.0"),
-        (Neighborhood((13, 13)), {"head_dim": 64, "height": 28}, "more shared memory"),
-        (Neighborhood((3, 3)), {"head_dim": 128}, "the head dimension is 128; 32, 64 are served"),
-    ],
-)
-def test_refused_neighborhoods(pattern, options, reason):
-    places = options.get("height", 8), 22
-    x = jnp.ones((1, *places, 1, options.get("head_dim", 32)), jnp.bfloat16)
-    call = {"pattern": pattern, "scale": options.get("scale")}
-    assert reason in explain(attention, x, x, x, **call)["mosaic"]
 
 
 @pytest.mark.parametrize(("kind", "served"), [("NVIDIA B200", True), ("NVIDIA RTX 5090", False)])

@@ -1,42 +1,16 @@
 """Vision transformers by their definition: NumPy, float64, image by image and head by head.
 
-Layers are those of a model, or `build_layers` makes them from official weights. Maps are
-[H, W, C], tokens [L, C].
+Layers are those of a model. Maps are [H, W, C], tokens [L, C].
 """
 
 import itertools
 import math
-import types
 
 import numpy as np
 
 
 def value(variable):
     return np.asarray(variable[...], np.float64)
-
-
-def build_layers(weights):
-    """Converts torch's weights to layers like flax's: "a.0.weight" is a[0].kernel, transposed."""
-    tree = {}
-    for name, array in weights.items():
-        *path, last = name.split(".")
-        node = tree
-        for step in path:
-            node = node.setdefault(step, {})
-        if last == "weight":
-            last = "scale" if array.ndim == 1 else "kernel"
-            array = array.transpose(*range(2, array.ndim), 1, 0) if array.ndim > 1 else array
-        node[last] = array
-    return _namespace(tree)
-
-
-def _namespace(tree):
-    if not isinstance(tree, dict):
-        return tree
-    tree = {key: _namespace(node) for key, node in tree.items()}
-    if all(key.isdecimal() for key in tree):
-        return [tree[key] for key in sorted(tree, key=int)]
-    return types.SimpleNamespace(**tree)
 
 
 # Layers
@@ -185,13 +159,8 @@ def vit(
     x = np.concatenate([*prefix[:embedded], x]) + tokens
     x = np.concatenate([x[:embedded], *prefix[embedded:], x[embedded:]])
     for index, block in enumerate(model.blocks):
-        settings = dict(attention)
-        if bias is not None:
-            settings["bias"] = bias(index)
-        if theta is not None:
-            settings["theta"] = theta(index)
-        if allowed is not None:
-            settings["allowed"] = allowed(index)
+        by_layer = {"bias": bias, "theta": theta, "allowed": allowed}
+        settings = {key: of(index) for key, of in by_layer.items() if of is not None} | attention
         added = 0 if joins is None else joins(index)
         attend_tokens = lambda x, block=block, added=added, settings=settings: attend(
             x + added, block.attn, options.heads, **settings

@@ -58,6 +58,21 @@ def compile_read(model, read):
     return lambda images, key=None: run(state, images, key)
 
 
+def compile_call(model):
+    """Compiles model(*arguments)."""
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, *arguments: nnx.merge(graph, state)(*arguments))
+    return lambda *arguments: run(state, *arguments)
+
+
+def compile_gradient(model, loss, has_aux=False):
+    """Compiles loss(model, *arguments) with its gradients by all parameters."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    call = lambda params, *arguments: loss(nnx.merge(graph, params, rest), *arguments)
+    run = jax.jit(jax.value_and_grad(call, has_aux=has_aux))
+    return lambda *arguments: run(params, *arguments)
+
+
 def check_gradients(gradients, silent=lambda path: False):
     """Checks that all gradients are finite, and none is zero except of silent parameters."""
     for path, gradient in nnx.to_flat_state(gradients):

@@ -1,5 +1,7 @@
 """Blocks in a list and blocks in a scan make the same model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.blocks import REMAT, stack_blocks
 from rope_jax.training.optim import decay_mask
-from tests.models.small import pictures, run, some_slow
+from tests.models.small import compile_gradient, pictures, run, some_slow
 
 VIT = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.4}
 # Two layers a round, and one left over: shifted windows, dilations, and a stage of one layer.
@@ -32,11 +34,6 @@ def make(name, **more):
     )
 
 
-def pair(name):
-    """A model with its blocks in a list, and one with its blocks stacked."""
-    return make(name), make(name, scan_layers=True)
-
-
 def stack_tree(tree):
     """Stacks parameters of blocks in lists as a scan has them."""
     if not isinstance(tree, dict):
@@ -47,36 +44,27 @@ def stack_tree(tree):
     return tree
 
 
-def gradients(model, images):
-    graph, params, others = nnx.split(model, nnx.Param, ...)
-
-    @jax.jit
-    @jax.value_and_grad
-    def loss(params):
-        logits = nnx.merge(graph, params, others)(images, train=True, key=jax.random.key(3))
-        return -jax.nn.log_softmax(logits)[:, 0].mean()
-
-    value, grads = loss(params)
-    return value, nnx.to_pure_dict(grads)
+def train(model, images):
+    logits = model(images, train=True, key=jax.random.key(3))
+    return -jax.nn.log_softmax(logits)[:, 0].mean()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(CASES, ["deit3_s16"]))
+@pytest.mark.parametrize("name", CASES)
 def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
-    listed, scanned = pair(name)
+    listed, scanned = make(name), make(name, scan_layers=True)
     want, got = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (listed, scanned))
     jax.tree.map(np.testing.assert_array_equal, got, stack_tree(want))
     images = pictures(20, 28)
     np.testing.assert_allclose(run(scanned, images)[0], run(listed, images)[0], rtol=0, atol=2e-6)
     (want, want_gradients), (got, got_gradients) = (
-        gradients(listed, images),
-        gradients(scanned, images),
+        compile_gradient(model, train)(images) for model in (listed, scanned)
     )
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5),
-        got_gradients,
-        stack_tree(want_gradients),
+        nnx.to_pure_dict(got_gradients),
+        stack_tree(nnx.to_pure_dict(want_gradients)),
     )
 
 
@@ -91,22 +79,25 @@ def test_recomputed_blocks_give_the_same_gradients(name, remat, scan):
     graph, params, others = nnx.split(recomputed, nnx.Param, ...)
     loss = lambda params: nnx.merge(graph, params, others)(images).sum()
     assert " remat" in str(jax.make_jaxpr(jax.grad(loss))(params))
-    want, got = gradients(kept, images), gradients(recomputed, images)
+    want, got = (compile_gradient(model, train)(images) for model in (kept, recomputed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
 
 
-def temporary_memory(depth, **options):
+def lower(depth, batch=1, **options):
+    """The gradient of a model of this depth, before compilation."""
     new = lambda: rope_jax.create_model("deit3_ti16", **VIT | {"depth": depth}, **options)
     graph, params, others = nnx.split(nnx.eval_shape(new), nnx.Param, ...)
     loss = lambda params, images: nnx.merge(graph, params, others)(images).sum()
-    images = jax.ShapeDtypeStruct((8, 56, 56, 3), jnp.float32)
-    compiled = jax.jit(jax.grad(loss)).lower(params, images).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    images = jax.ShapeDtypeStruct((batch, 56, 56, 3), jnp.float32)
+    return jax.jit(jax.grad(loss)).lower(params, images)
 
 
 def test_recomputed_blocks_keep_less():
     """What a further block keeps: its input of 8 x 785 x 24 numbers and little more."""
-    each = {x: temporary_memory(3, remat=x) - temporary_memory(2, remat=x) for x in (*REMAT, None)}
+    memory = lambda depth, remat: (
+        lower(depth, 8, remat=remat).compile().memory_analysis().temp_size_in_bytes
+    )
+    each = {x: memory(3, x) - memory(2, x) for x in (*REMAT, None)}
     tokens = 4 * 8 * 785 * 24
     assert tokens <= each["blocks"] < 1.3 * tokens
     assert each["blocks"] < each["dots"] < each[None]
@@ -114,28 +105,17 @@ def test_recomputed_blocks_keep_less():
 
 @pytest.mark.parametrize("name", CASES)
 def test_stacked_parameters_are_decayed_as_in_a_list(name):
-    def decayed(scan):
-        model = nnx.eval_shape(lambda: make(name, scan_layers=scan))
-        return decay_mask(nnx.state(model, nnx.Param))
-
-    listed, scanned = decayed(False), decayed(True)
+    listed, scanned = (
+        decay_mask(
+            nnx.state(nnx.eval_shape(functools.partial(make, name, scan_layers=scan)), nnx.Param)
+        )
+        for scan in (False, True)
+    )
     jax.tree.map(np.testing.assert_array_equal, stack_tree(listed), scanned)
 
 
 def test_the_program_of_a_scan_does_not_grow_with_depth():
-    def lines(scan, depth):
-        make = lambda: rope_jax.create_model(
-            "deit3_ti16", scan_layers=scan, **VIT | {"depth": depth}
-        )
-        graph, params, others = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-        loss = lambda params, images: nnx.merge(graph, params, others)(images).sum()
-        return (
-            jax.jit(jax.grad(loss))
-            .lower(params, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32))
-            .as_text()
-            .count("\n")
-        )
-
+    lines = lambda scan, depth: lower(depth, scan_layers=scan).as_text().count("\n")
     assert lines(True, 3) == lines(True, 6)
     assert lines(False, 6) > 1.5 * lines(False, 3)
 

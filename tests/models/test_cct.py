@@ -93,31 +93,6 @@ def test_logits_match_the_definition(name, size, options):
     np.testing.assert_allclose(run(model, jnp.asarray(images))[0], want, rtol=0, atol=1e-11)
 
 
-@pytest.mark.usefixtures("x64")
-def test_positions_are_interpolated_linearly():
-    model = small("vit_lite_7_4", image_size=(8, 12), dtype=jnp.float64)  # 2 x 3 patches
-    table = value(model.position.embedding)
-    # Twice as many positions, a quarter of the spacing from the nearest one; those at the border
-    # stay there.
-    between = lambda n: np.array(
-        [
-            [max(0.0, 1 - abs(min(max((i - 0.5) / 2, 0), n - 1) - j)) for j in range(n)]
-            for i in range(2 * n)
-        ]
-    )
-    maps = table[1:].reshape(2, 3, -1)
-    expected = np.concatenate(
-        [table[:1], np.einsum("yh,xw,hwc->yxc", between(2), between(3), maps).reshape(24, -1)]
-    )
-    image = np.random.default_rng(3).standard_normal((16, 24, 3))
-    np.testing.assert_allclose(
-        run(model, jnp.asarray(image[None]))[0][0],
-        compute_logits(model, image, expected),
-        rtol=0,
-        atol=1e-11,
-    )
-
-
 # Dropout of attention
 
 
@@ -158,21 +133,6 @@ def test_dropout_drops_weights_after_the_softmax():
 
 
 # Start
-
-
-def test_initial_weights_match_the_official_code():
-    model = rope_jax.create_model("cct_14_7x2", image_size=32, depth=1)
-    for conv, inputs in zip(model.patch_embed.convs, (3, 64), strict=True):
-        assert float(jnp.std(conv.kernel[...])) == pytest.approx(
-            (2 / (49 * inputs)) ** 0.5, rel=0.03
-        )
-    assert float(jnp.std(model.attention_pool.kernel[...])) == pytest.approx(0.02, rel=0.2)
-    lite = rope_jax.create_model("vit_lite_7_4", depth=1)
-    assert float(jnp.std(lite.patch_embed.proj.kernel[...])) == pytest.approx(
-        (2 / 48) ** 0.5, rel=0.03
-    )
-    assert float(jnp.std(lite.position.embedding[...])) == pytest.approx(0.2, rel=0.03)
-    np.testing.assert_array_equal(lite.class_token[...], 0)
 
 
 # Weights

@@ -6,28 +6,9 @@ from flax import nnx
 
 from rope_jax.models.deformable import DeformableAttention, find_corners, gather_sum
 from rope_jax.models.layers import layer_dtypes
-from tests.models.definition import bilinear
 
 SIZES = [(3, 5), (2, 2)]
 TOKENS = sum(h * w for h, w in SIZES)
-
-
-def test_sampled_points_match_the_definition_also_outside_of_maps():
-    rng = np.random.default_rng(0)
-    values = rng.standard_normal((2, TOKENS, 2, 4)).astype(np.float32)
-    locations = rng.uniform(-0.3, 1.3, (2, 6, 2, 2, 3, 2)).astype(np.float32)
-    weights = rng.uniform(0, 1, (2, 6, 2, 2, 3)).astype(np.float32)
-    read = jax.jit(lambda v, at, w: gather_sum(v, *find_corners(at, w, SIZES)))
-    sums = np.asarray(read(values, locations, weights))
-    starts = np.cumsum([0, *(h * w for h, w in SIZES)])
-    for b, q, n in np.ndindex(2, 6, 2):
-        expected = 0
-        for level, (h, w) in enumerate(SIZES):
-            plane = values[b, starts[level] : starts[level + 1], n].reshape(h, w, 4)
-            for p in range(3):
-                sample = bilinear(plane, *locations[b, q, n, level, p])
-                expected = expected + weights[b, q, n, level, p] * sample
-        np.testing.assert_allclose(sums[b, q, n], expected, atol=1e-5)
 
 
 @pytest.mark.usefixtures("x64")
@@ -67,9 +48,3 @@ def test_initial_points_lie_in_eight_directions():
             np.testing.assert_allclose(offsets[head, :, point], [expected, expected], atol=1e-6)
     assert not np.asarray(layer.offset.kernel[...]).any()
     assert not np.asarray(layer.weight.kernel[...]).any()
-
-
-def test_heads_must_divide_the_channels():
-    dtypes = layer_dtypes(jnp.dtype("float32"))
-    with pytest.raises(ValueError, match="width=10, which is not divisible by heads=8"):
-        DeformableAttention(10, levels=1, heads=8, points=1, rngs=nnx.Rngs(0), dtypes=dtypes)

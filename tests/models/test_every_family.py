@@ -1,6 +1,7 @@
 """Properties of every family: maps of any blocks, training, precision, and randomness."""
 
 import itertools
+import math
 import re
 
 import jax
@@ -10,10 +11,14 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from rope_jax.training.optim import decay_mask
+from tests.models import test_vit_adapter
 from tests.models.small import (
     check_gradients,
+    compile_gradient,
     compile_read,
+    fill,
     make_filled_model,
     pictures,
     run,
@@ -51,29 +56,21 @@ def test_maps_of_all_blocks_match_the_stages(name):
     def read(model, images, _):
         last = model.features(images, blocks=ends[-1:])
         raw = model.features(images, blocks=every, norm=False)
-        return model.features(images), last, raw, model.norm(raw[-1])
+        # All maps of one stage can be normalised.
+        both = model.features(images, blocks=every[-2:], norm=True)
+        return model.features(images), last, raw, both, [model.norm(x) for x in raw[-2:]]
 
-    usual, last, raw, normed = compile_read(model, read)(pictures(*SIZE))
+    usual, last, raw, both, normed = compile_read(model, read)(pictures(*SIZE))
     assert [x.shape[1:3] for x in usual] == model.grids(SIZE)
     assert len(raw) == len(every)
     for x, end in zip(usual[:-1], ends, strict=False):  # all but the last map are not normalised
         np.testing.assert_array_equal(x, raw[end])
-    want = normed if model.norms_tokens else raw[-1]
+    want = normed[-1] if model.norms_tokens else raw[-1]
+    np.testing.assert_allclose(both, normed, atol=1e-5)
     np.testing.assert_allclose(usual[-1], want, atol=1e-5)
     np.testing.assert_allclose(usual[-1], last[0], atol=1e-5)
     for current, following in itertools.pairwise(raw):
         assert current.shape != following.shape or np.abs(current - following).max() > 1e-2
-
-
-@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "ceit_t"]))
-def test_maps_keep_the_orientation_of_the_image(name):
-    see = compile_read(small(name), lambda model, images, _: model.features(images)[0])
-    images = pictures(*SIZE)
-    change = np.abs(see(images.at[:, :4, -4:].add(1.0)) - see(images)).sum(axis=(0, 3))
-    row, column = np.unravel_index(change.argmax(), change.shape)
-    # A token is at most a patch of 4 pixels; convolutions may move the largest change by one.
-    assert row * 4 <= change.shape[0]
-    assert (column + 2) * 4 >= 3 * change.shape[1]
 
 
 # Schemes of all kinds that a family takes, and parameters that logits do not depend on: what a
@@ -84,6 +81,8 @@ POSITIONS = {
     "cct_7_3x1": "ape+rpb",
     "ceit_t": "ape+rpb+rope_mixed+peg",
     "t2t_vit_7": "lape(ape)+rope_mixed+rpb",
+    "swin_t": "lape(ape)+rope_mixed+rpb",
+    "dinat_small": "ape+rope_mixed+rpb",
 }
 SILENT = re.compile(r"attention_pool\.bias|leff\.conv\d\.bias|blocks\.2\.leff")
 
@@ -93,18 +92,13 @@ TRAINED = [(name, POSITIONS.get(name)) for name in FAMILIES] + [("deit3_s16", "c
 
 @pytest.mark.parametrize(("name", "position"), some_slow(TRAINED, [("deit3_s16", "comrope")]))
 def test_training_in_bfloat16_reaches_every_parameter(name, position):
-    model = small(name, position=position, dtype=jnp.bfloat16)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        model = nnx.merge(graph, params, rest)
+    def loss(model):
         logits = model(pictures(*SIZE, batch=4), train=True, key=jax.random.key(0))
         assert logits.dtype == jnp.bfloat16
         return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].mean()
 
-    gradients = gradient(params)
+    model = small(name, position=position, dtype=jnp.bfloat16)
+    _, gradients = compile_gradient(model, loss)()
     assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
     check_gradients(gradients, lambda path: SILENT.search(".".join(map(str, path))))
 
@@ -150,67 +144,40 @@ def test_only_training_drops_and_only_with_a_key(name, position):
         np.testing.assert_allclose(run(steady, images, True)[0], plain, rtol=0, atol=1e-6)
 
 
-def _mean(model, images):
-    return model.features(images)[-1].mean(axis=(1, 2))
+def pyramid():
+    """A ViT with windows and ViTDet's maps."""
+    options = PATCH | {"attention": "window", "window_size": 2, "global_blocks": (1,)}
+    options |= {"class_token": False, "last_norm": False, "num_classes": 0, "image_size": SIZE}
+    vit = rope_jax.create_model("deit_ti16", position="rope2d", dtype=jnp.bfloat16, **options)
+    settings = {"outputs": 8, "scales": (4.0, 0.5), "dtype": jnp.bfloat16}
+    return PyramidBackbone(vit, FeaturePyramid(24, rngs=nnx.Rngs(0), **settings))
 
 
-def _first(model, images):
-    return model.encode(images)[:, 0]
+def adapter():
+    options = test_vit_adapter.SMALL | {"drop_path": 0.4, "depth": 2, "groups": (0, 1)}
+    return rope_jax.create_model("vit_adapter_ti16", **options | {"added": "last"})
 
 
-# What the head reads; the definitions of CCT and CeiT have what theirs do.
-READS = {
-    "deit3_s16": _first,
-    "dinov3_s16": lambda model, x: jnp.concatenate([_first(model, x), _mean(model, x)], axis=1),
-    "beit_b16": lambda model, x: model.norm(_mean(model, x)),
-    "cat_5": lambda model, x: model.encode(x)[:, -1],
-    "t2t_vit_7": _first,
-    "swin_t": _mean,
-    "swinv2_t": _mean,
-    "dinat_small": _mean,
-}
+WITH_MAPS = {"pyramid": pyramid, "adapter": adapter}
 
 
-@pytest.mark.parametrize("name", some_slow(READS, ["dinov3_s16", "beit_b16"]))
-def test_the_head_reads_pooled_features(name):
-    read = lambda model, x, _: (model(x), model.head(READS[name](model, x)))
-    logits, want = compile_read(small(name), read)(pictures(*SIZE))
-    np.testing.assert_allclose(logits, want, rtol=0, atol=1e-5)
-
-
-def test_every_map_can_be_normalised():
-    model = small("deit3_s16")
-
-    def read(model, images, _):
-        normed = model.features(images, blocks=(0, 2), norm=True)
-        raw = model.features(images, blocks=(0, 2), norm=False)
-        return normed, [model.norm(x) for x in raw]
-
-    for got, want in zip(*compile_read(model, read)(pictures(*SIZE)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16"]))
+@pytest.mark.parametrize("name", some_slow([*FAMILIES, *WITH_MAPS], [*WITH_MAPS]))
 def test_maps_train_with_drop_path_and_gradients(name):
-    model, ends = small(name), FAMILIES[name][1]
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    images = pictures(*SIZE)
+    model = fill(nnx.eval_shape(WITH_MAPS[name])) if name in WITH_MAPS else small(name)
 
-    def loss(params, key):
-        maps = nnx.merge(graph, params, rest).features(
-            images, blocks=(ends[-1] - 1, ends[-1]), train=True, key=key
-        )
-        return sum((x**2).mean() for x in maps)
+    def loss(model, key):
+        maps = model.features(pictures(32, 48), train=True, key=key)
+        assert all(x.dtype == (jnp.bfloat16 if name == "pyramid" else jnp.float32) for x in maps)
+        total = sum((x.astype(jnp.float32) ** 3).mean() for x in maps)
+        return total, nnx.state(model, nnx.BatchStat)
 
-    run = jax.jit(jax.value_and_grad(loss))
-    (first, gradients), (second, _) = (run(params, jax.random.key(seed)) for seed in (0, 1))
-    assert np.isfinite(first)
+    before, run = nnx.state(model, nnx.BatchStat), compile_gradient(model, loss, has_aux=True)
+    ((first, after), gradients), ((second, _), _) = (run(jax.random.key(seed)) for seed in (0, 1))
     assert abs(first - second) > 1e-4 * abs(first)
     unused = ("head", "norm", "lca", "layer_embedding", "attention_pool")
-    for path, gradient in nnx.to_flat_state(gradients):
-        assert np.isfinite(gradient[...]).all(), path
-        if path[0] not in unused:
-            assert np.abs(gradient[...]).max() > 0, path
+    check_gradients(gradients, lambda path: path[0] in unused)
+    moved = jax.tree.map(lambda x, y: np.any(np.asarray(x) != y), before, after)
+    assert all(jax.tree.leaves(moved)) or name == "t2t_vit_7"  # whose random features stay
 
 
 def test_stacked_blocks_give_the_same_maps():
@@ -260,10 +227,10 @@ def test_a_model_without_a_last_norm():
     bare = small("deit3_s16", last_norm=False)
     assert not [path for path, _ in nnx.to_flat_state(nnx.state(bare)) if path[0] == "norm"]
     images = pictures(*SIZE)
-    usual, raw = compile_read(
+    (usual,), (raw,) = compile_read(
         bare, lambda model, images, _: (model.features(images), model.features(images, norm=False))
     )(images)
-    np.testing.assert_array_equal(usual[0], raw[0])
+    np.testing.assert_array_equal(usual, raw)
     with pytest.raises(ValueError, match="created with last_norm=False"):
         bare.features(images, norm=True)
 
@@ -317,15 +284,31 @@ def test_decayed_weights_match_the_official_code(name):
     assert not any(mask[path] for path in spared)
 
 
-# Layers that start as torch's, and the number of their inputs.
-UNIFORM = [
-    (
-        "cat_5",
+# Layers that start as torch's, and the number of their inputs; standard deviations; constants.
+STARTS = {
+    "cat_5": (
         {"depth": 1, "width": 240, "heads": 3, "patch_size": 2, "image_size": 8},
         {"blocks.0.attn.qkv": 240, "head": 240, "patch_embed.proj": 12},
+        {},
+        {},
     ),
-    (
-        "ceit_t",
+    "cct_14_7x2": (
+        {"depth": 1, "image_size": 32},
+        {},
+        {
+            "patch_embed.convs.0.kernel": (2 / (49 * 3)) ** 0.5,
+            "patch_embed.convs.1.kernel": (2 / (49 * 64)) ** 0.5,
+            "attention_pool.kernel": 0.02,
+        },
+        {},
+    ),
+    "vit_lite_7_4": (
+        {"depth": 1},
+        {},
+        {"patch_embed.proj.kernel": (2 / 48) ** 0.5, "position.embedding": 0.2},
+        {"class_token": 0},
+    ),
+    "ceit_t": (
         {"depth": 1, "image_size": 32},
         {
             "patch_embed.conv": 147,
@@ -334,25 +317,69 @@ UNIFORM = [
             "blocks.0.leff.conv2": 9,
             "blocks.0.leff.conv3": 768,
         },
+        dict.fromkeys(
+            ("blocks.0.attn.qkv.kernel", "lca.attn.proj.kernel", "lca.mlp.fc1.kernel"), 0.02
+        )
+        | {"head.kernel": 0.02},
+        {"layer_embedding": 0}
+        | {
+            f"{bn}.{part}": start
+            for bn in ("patch_embed.bn", *(f"blocks.0.leff.bn{n}" for n in (1, 2, 3)))
+            for part, start in (("scale", 1), ("bias", 0), ("mean", 0), ("variance", 1))
+        },
     ),
-    (
-        "nat_mini",
+    "dinov2_s14_reg": (
+        {"depth": 1, "width": 240, "heads": 3, "image_size": 28},
+        {},
+        {"class_token": 1e-6, "registers": 1e-6},
+        {},
+    ),
+    "dinov3_s16": (
+        {"depth": 1, "width": 240, "heads": 3},
+        {},
+        {"class_token": 0.02, "registers": 0.02},
+        {},
+    ),
+    "swinv2_t": (
+        {"width": 16, "depths": (2, 2), "heads": (2, 4), "image_size": 64, "window_size": 4},
+        {},
+        {"stages.1.position.kernel1": 0.02},
+        {
+            "stages.1.blocks.0.attn.logit_scale": math.log(10),
+            "stages.1.blocks.0.attn.qv_bias": 0,
+            "stages.1.blocks.0.norm2.scale": 0,
+            "stages.0.downsample.norm.scale": 1,
+            "stages.1.position.bias1": 0,
+            "patch_embed.norm.scale": 1,
+        },
+    ),
+    "nat_mini": (
         {"depths": (1, 1), "heads": (2, 4), "dilations": (1, 1), "image_size": 16},
         {
             "patch_embed.proj.0": 27,
             "patch_embed.proj.1": 9 * 32,
             "stages.0.downsample.reduction": 9 * 64,
         },
+        {},
+        {},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("name", "options", "layers"), UNIFORM)
-def test_layers_start_with_torchs_uniform_range(name, options, layers):
-    """Uniform within one over the root of the number of inputs."""
+@pytest.mark.parametrize("name", STARTS)
+def test_initial_weights_match_the_official_code(name):
+    options, uniform, spreads, constants = STARTS[name]
     model = rope_jax.create_model(name, num_classes=100, **options)
-    params = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model))}
-    for layer, inputs in layers.items():
+    params = {
+        ".".join(map(str, path)): np.asarray(x[...])
+        for path, x in nnx.to_flat_state(nnx.state(model))
+    }
+    for layer, inputs in uniform.items():  # within one over the root of the number of inputs
         for part, least in (("kernel", 0.99), ("bias", 0.9)):
             largest = np.abs(params.get(f"{layer}.{part}", inputs**-0.5)).max()
             assert least * inputs**-0.5 < largest <= inputs**-0.5, layer
+    for path, spread in spreads.items():  # within four standard deviations
+        drawn = params[path]
+        assert drawn.std() == pytest.approx(spread, rel=4 / (2 * drawn.size) ** 0.5), path
+    for path, constant in constants.items():
+        np.testing.assert_array_equal(params[path], np.float32(constant), err_msg=path)

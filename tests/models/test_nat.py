@@ -6,8 +6,9 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from tests.models.definition import convolve, norm, places
-from tests.models.small import pictures, run
+from rope_jax_kernels import Neighborhood
+from tests.kernels.attention_pairs import mask
+from tests.models.definition import convolve, norm
 from tests.models.test_swin import (
     assert_is_its_definition,
     attend_on,
@@ -34,19 +35,11 @@ def downsample(x, layer):
 
 
 def neighbourhoods(kernel, dilations):
-    """Along each axis, the nearest tokens of the same residue, or all of them if there are few."""
-
-    def near(i, j, n, step):
-        members = len(range(i % step, n, step))
-        first = min(max(i // step - kernel // 2, 0), max(members - kernel, 0))
-        return (j - i) % step == 0 and first <= j // step < first + kernel
+    """Pairs of tokens that meet in a block, of which every second one is dilated."""
 
     def make_mask(stage, block, grid):
         step = dilations[stage] if block % 2 else 1
-        pair = lambda query, key: all(
-            near(i, j, n, step) for i, j, n in zip(query, key, grid, strict=True)
-        )
-        return np.array([[pair(query, key) for key in places(grid)] for query in places(grid)])
+        return mask(Neighborhood((kernel,) * 2, (step,) * 2), grid)
 
     return make_mask
 
@@ -112,21 +105,6 @@ def test_pad_compat_pads_as_natten_0_14(position):
     assert_is_its_definition(
         model, neighbourhoods(3, dilations), terms, attend=attend, **CONVOLUTIONS
     )
-
-
-@pytest.mark.slow
-def test_pad_compat_changes_small_maps_only():
-    plain, padded = (
-        tiny("dinat_mini", "rpb", kernel_size=3, dilations=(2, 1), pad_compat=pad)
-        for pad in (False, True)
-    )
-    for size, equal in (((24, 28), True), ((20, 28), False)):
-        np.testing.assert_equal(
-            np.allclose(
-                run(plain, pictures(*size))[0], run(padded, pictures(*size))[0], rtol=0, atol=1e-6
-            ),
-            equal,
-        )
 
 
 def test_dilations_match_the_papers():

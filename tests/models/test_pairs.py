@@ -13,7 +13,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.registry import find_model
-from tests.models.small import fill, some_slow
+from tests.models.small import check_gradients, compile_gradient, fill, some_slow
 from tests.positions.schemes import ALL, DEFAULTS
 
 # Options that make a model small, pixels of creation, pixels of the call. One model for each way in
@@ -79,12 +79,9 @@ def make(name, text):
     )
 
 
-def make_loss(graph):
-    def loss(params, rest, images, key):
-        logits = nnx.merge(graph, params, rest)(images, train=True, key=key)
-        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].sum()
-
-    return jax.value_and_grad(loss)
+def loss(model, images, key):
+    logits = model(images, train=True, key=key)
+    return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].sum()
 
 
 def make_images(name):
@@ -116,17 +113,13 @@ TRACED = [pair for pair in PAIRS if pair in QUICK or pair not in COMPILED]
 
 @pytest.mark.parametrize(("name", "text"), some_slow(TRACED, QUICK))
 def test_schemes_fit_backbones_or_say_why_not(name, text):
-    def trace():
-        graph, params, rest = nnx.split(make(name, text), nnx.Param, ...)
-        return params, *jax.eval_shape(
-            make_loss(graph), params, rest, make_images(name), jax.random.key(0)
-        )
-
     if refusal := reason(name, text):
         with pytest.raises(ValueError, match=re.escape(refusal)):
-            trace()
+            make(name, text)
         return
-    params, value, gradients = trace()
+    graph, params, rest = nnx.split(make(name, text), nnx.Param, ...)
+    call = lambda *state: loss(nnx.merge(graph, *state), make_images(name), jax.random.key(0))
+    value, gradients = jax.eval_shape(jax.value_and_grad(call), params, rest)
     assert value.shape == ()
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(t)] for t in (gradients, params)]
     assert shapes[0] == shapes[1]
@@ -135,8 +128,7 @@ def test_schemes_fit_backbones_or_say_why_not(name, text):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), COMPILED)
 def test_gradients_are_finite(name, text):
-    graph, params, rest = nnx.split(fill(make(name, text)), nnx.Param, ...)
-    value, gradients = jax.jit(make_loss(graph))(params, rest, make_images(name), jax.random.key(0))
+    run = compile_gradient(fill(make(name, text)), loss)
+    value, gradients = run(make_images(name), jax.random.key(0))
     assert np.isfinite(value)
-    for path, gradient in nnx.to_flat_state(gradients):
-        assert np.isfinite(gradient[...]).all(), path
+    check_gradients(gradients, silent=lambda path: True)

@@ -17,9 +17,9 @@ from rope_jax.models import swin, vit
 from rope_jax.models.attention import CosineAttention
 from rope_jax.models.layers import layer_dtypes
 from rope_jax_kernels import Window, window_bias
+from tests.kernels.attention_pairs import mask
 from tests.models.definition import attend, convolve, dense, norm, places, run_block, value
 from tests.models.small import (
-    check_gradients,
     compile_read,
     fill,
     make_filled_model,
@@ -97,16 +97,8 @@ def windows(size):
     """Pairs of tokens in one window of side `size`; in odd blocks of one that is shifted."""
 
     def make_mask(stage, block, grid):
-        home = []
-        for axis, (n, (side, shift)) in enumerate(zip(grid, fit_windows(size, grid), strict=True)):
-            at, shift, padded_length = (
-                places(grid)[:, axis],
-                shift * (block % 2),
-                -(-n // side) * side,
-            )
-            home += [(at - shift) % padded_length // side, at < shift]
-        home = np.stack(home, axis=1)
-        return (home[:, None] == home[None]).all(axis=2)
+        sides, shifts = zip(*fit_windows(size, grid), strict=True)
+        return mask(Window(sides, shifts if block % 2 else (0, 0)), grid)
 
     return make_mask
 
@@ -230,18 +222,6 @@ def test_blocks_of_swin_v2_start_as_the_identity():
     read = lambda model, images, _: (model.patch_embed(images), model.features(images)[0])
     embedded, features = compile_read(model, read)(pictures(64, 64))
     np.testing.assert_array_equal(embedded, features)
-    params = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model))}
-    constants = {
-        "stages.1.blocks.0.attn.logit_scale": math.log(10),
-        "stages.1.blocks.0.attn.qv_bias": 0,
-        "stages.1.blocks.0.norm2.scale": 0,
-        "stages.0.downsample.norm.scale": 1,
-        "stages.1.position.bias1": 0,
-        "patch_embed.norm.scale": 1,
-    }
-    for name, constant in constants.items():
-        np.testing.assert_array_equal(params[name], np.float32(constant), err_msg=name)
-    assert 0.018 < params["stages.1.position.kernel1"].std() < 0.022
 
 
 def test_the_clamp_of_cosine_attention_passes_no_gradient():
@@ -352,32 +332,6 @@ def test_rectangular_windows_fit_each_axis():
 # Positions
 
 
-LEARNING = [
-    ("swin_t", "ape+rpb"),
-    ("swin_t", "sincos2d+rope2d(base=50)"),
-    ("swin_t", "lape(ape)"),
-    ("dinat_mini", "rope_mixed+rpb"),
-    ("dinat_mini", "lape(sincos1d)+rope1d"),
-    ("nat_s_tiny", "none"),
-    ("swin_t", "gpe+lpe"),
-    ("swin_t", "lape(ape,join=share)+cpb(hidden=8)"),
-    ("swin_t", "peg+alibi2d"),
-    ("dinat_mini", "cpb(hidden=8)+alibi2d"),
-]
-
-
-@pytest.mark.parametrize(("name", "position"), some_slow(LEARNING, []))
-def test_schemes_learn_on_another_map(name, position):
-    model = tiny(name, position)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    images = pictures(44, 32)
-
-    def loss(params):
-        return jax.nn.log_softmax(nnx.merge(graph, params, rest)(images))[:, 1].sum()
-
-    check_gradients(jax.jit(jax.grad(loss))(params))
-
-
 @pytest.mark.parametrize("name", ["swin_t", "nat_mini"])
 def test_absolute_embeddings_act_on_the_first_stage_only(name):
     count = lambda position: sum(
@@ -398,16 +352,6 @@ def test_drop_path_grows_over_all_blocks():
         model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
         rates = [rate for stage in model.stages for rate in stage.rates]
         np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
-
-
-def test_initial_weights_are_equal_under_jit():
-    make = lambda: nnx.to_pure_dict(
-        nnx.state(
-            rope_jax.create_model("nat_mini", position="none", num_classes=5, **TINY), nnx.Param
-        )
-    )
-    eager = make()
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(make)(), eager)
 
 
 # What is refused

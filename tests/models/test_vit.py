@@ -11,7 +11,14 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.layers import check_images
-from tests.models.small import check_gradients, pictures, run, small_model, some_slow
+from tests.models.small import (
+    check_gradients,
+    compile_gradient,
+    pictures,
+    run,
+    small_model,
+    some_slow,
+)
 from tests.positions.schemes import DEFAULTS
 
 FAMILIES = ["deit_ti16", "deit3_ti16", "vit_s16", "nat_isotropic_s16"]
@@ -39,54 +46,9 @@ QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
 
 @pytest.mark.parametrize(("name", "position"), some_slow(PAIRS, QUICK))
 def test_schemes_learn_on_another_map(name, position):
-    model = small_model(name, position)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
     images = pictures(10, 18)  # 5 x 9 patches
-    classes = jnp.array([1, 3])
-
-    def loss(params):
-        logits = nnx.merge(graph, params, rest)(images)
-        assert logits.shape == (2, 5)
-        return -jax.nn.log_softmax(logits)[jnp.arange(2), classes].sum()
-
-    check_gradients(jax.jit(jax.grad(loss))(params))
-
-
-def shuffle_patches(images, patch):
-    """Images with the same patches in another order."""
-    batch, height, width, _ = images.shape
-    grid = images.reshape(batch, height // patch, patch, width // patch, patch, 3).swapaxes(2, 3)
-    patches = np.asarray(grid.reshape(batch, -1, patch, patch, 3))
-    order = np.random.default_rng(2).permutation(patches.shape[1])
-    grid = (
-        patches[:, order]
-        .reshape(batch, height // patch, width // patch, patch, patch, 3)
-        .swapaxes(2, 3)
-    )
-    return jnp.asarray(grid.reshape(images.shape))
-
-
-@pytest.mark.parametrize("name", ["vit_s16", "deit_ti16"])
-def test_without_position_the_order_of_patches_is_irrelevant(name):
-    images = pictures(6, 10)
-    model = small_model(name, "none")
-    (logits, _), (other, _) = run(model, images), run(model, shuffle_patches(images, 2))
-    # Sums in another order, on logits of size 1: a few units in the last place for each of some
-    # ten steps.
-    np.testing.assert_allclose(other, logits, rtol=0, atol=1e-5)
-    assert np.abs(logits[0] - logits[1]).max() > 0.1  # the images differ
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", FAMILIES)
-def test_float64_applies_to_everything(name):
-    model = small_model(name, "rope_mixed+ape+rpb", dtype=jnp.float64)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
-        jnp.dtype(jnp.float64)
-    }
-    terms = model.position.terms((3, 5))
-    assert {leaf.dtype for leaf in jax.tree.leaves(terms)} == {jnp.dtype(jnp.float64)}
-    assert jax.eval_shape(model, pictures(6, 10).astype(jnp.float64)).dtype == jnp.float64
+    loss = lambda model: -jax.nn.log_softmax(model(images))[(0, 1), (1, 3)].sum()
+    check_gradients(compile_gradient(small_model(name, position), loss)()[1])
 
 
 def test_resize_replaces_the_tables():

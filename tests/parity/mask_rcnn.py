@@ -16,7 +16,6 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.data import Truth
-from rope_jax.data.images.masks import decode_masks, encode_outline
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask_rcnn import choices, regions
 from rope_jax.tasks.average_precision import ImageDetections, average_precision
@@ -52,15 +51,23 @@ def golden(name):
         return entry["case"], weights(entry.get("keys", {})), dict(file)
 
 
-def make_head(state, *, channels=(8,) * 4, classes=7, **options):
-    """The head with these weights, and with fresh ones where there are none."""
+def make_head(case, state, numbers):
+    """The head of a case with these weights, and with fresh ones where there are none."""
     head = create_head(
         "mask_rcnn",
-        channels=channels,
-        num_classes=classes,
+        channels=case["channels"],
+        num_classes=case["classes"],
         dtype=jnp.float64,
         rngs=nnx.Rngs(0),
-        overrides={"hidden": 64, **options},
+        overrides={
+            "width": case["width"],
+            "hidden": case["hidden"],
+            "anchor_samples": case["rpn_samples"],
+            "box_samples": case["roi_samples"],
+            "train_candidates": numbers["pre"],
+            "candidates": numbers["pre"],
+            "proposals": numbers["post"],
+        },
     )
     complete = export_state_dict(head, source="vit_adapter") | state
     rope_jax.convert_state_dict(head, complete, source="vit_adapter")
@@ -139,11 +146,6 @@ def paste_whole(mask, box, original):
     part, place = paste_mask(mask, box, tuple(original))
     whole[place] = part
     return whole
-
-
-def polygon_mask(parts, h, w):
-    mask = {"size": [h, w], "counts": encode_outline(parts, (h, w))}
-    return decode_masks([mask], (h, w))[0].astype(bool)
 
 
 def mask_ap(content, overlap="masks"):

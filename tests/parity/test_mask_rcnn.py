@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rope_jax.data.images.masks import decode_masks, encode_outline
 from rope_jax.models.heads.detection import Targets, scale_boxes
 from rope_jax.models.heads.mask_rcnn.choices import Example, make_anchors
 from rope_jax.models.heads.mask_rcnn.losses import region_losses
@@ -96,20 +97,6 @@ def detector():
     return case, state, arrays, maps
 
 
-def detector_head(case, state, numbers):
-    return parts.make_head(
-        state,
-        channels=case["channels"],
-        width=case["width"],
-        hidden=case["hidden"],
-        anchor_samples=case["rpn_samples"],
-        box_samples=case["roi_samples"],
-        train_candidates=numbers["pre"],
-        candidates=numbers["pre"],
-        proposals=numbers["post"],
-    )
-
-
 def make_example(case, arrays, anchors, proposals, scores):
     """The objects of both images, and draws that choose the official samples."""
     rows, extents = max(case["objects"]), jnp.asarray(case["extents"])
@@ -131,8 +118,7 @@ def make_example(case, arrays, anchors, proposals, scores):
 
 def test_losses_and_gradients_for_the_official_samples(detector):
     case, state, arrays, maps = detector
-    head = detector_head(case, state, case["train"])
-    graph, params = nnx.split(head)
+    graph, params = nnx.split(parts.make_head(case, state, case["train"]))
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -173,7 +159,7 @@ def test_losses_and_gradients_for_the_official_samples(detector):
 
 def test_detections(detector):
     case, state, arrays, maps = detector
-    graph, params = nnx.split(detector_head(case, state, case["test"]))
+    graph, params = nnx.split(parts.make_head(case, state, case["test"]))
     size = tuple(4 * side for side in case["maps"][0])
 
     @jax.jit
@@ -236,5 +222,5 @@ def test_polygons():
             {"size": [height, width], "counts": entry["counts"]},
             {"size": [height, width], "counts": runs},
         ):
-            mask = parts.polygon_mask(outline, height, width)
-            np.testing.assert_array_equal(mask, expected)
+            mask = {"size": content["size"], "counts": encode_outline(outline, (height, width))}
+            np.testing.assert_array_equal(decode_masks([mask], (height, width))[0], expected)

@@ -152,16 +152,6 @@ def test_both_heads_of_a_distilled_model_are_its_classifier(capsys):
     assert missing_values(model) == []
 
 
-@pytest.mark.parametrize("source", [OWN, "timm"])
-def test_parts_that_classifiers_lack_are_printed(source, tmp_path, capsys):
-    path, deep = tmp_path / "deit.npz", VIT | {"depth": 4}
-    np.savez(path, **random_weights("deit_ti16", deep, source))
-    model = abstract("vit_adapter_ti16", ADAPTER)
-    load_pretrained(model, path, source=source)
-    assert capsys.readouterr().out.startswith("weights of a classifier: new prior, levels, inter")
-    assert not {"head.kernel", "norm.scale"} & {*missing_values(model)}
-
-
 @pytest.mark.parametrize("gone", ["ema.head.bias", "stats"])
 def test_incomplete_checkpoints_are_refused(gone, tmp_path):
     """A checkpoint of a run with averaged weights and batch statistics."""

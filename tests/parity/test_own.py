@@ -17,6 +17,7 @@ from rope_jax.positions import Position
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
+from rope_jax.weights.convert import name_table
 from tests.models.small import some_slow
 from tests.parity.test_convert import VIT, all_weights, assert_same, logits, small
 
@@ -154,6 +155,7 @@ def test_official_files_fit_other_classes_and_sizes(name, position, source, tmp_
     assert capsys.readouterr().out.startswith("head: new, 4 classes\npreprocessing: ")
     rope_jax.create_model(name, num_classes=0, **load)
     assert capsys.readouterr().out.startswith("preprocessing: ")
+    assert model.preprocessing == name_table(model, source).preprocessing
     trained.resize(128)
     expected = all_weights(trained)
     del expected["head"]

@@ -18,7 +18,6 @@ from tests.positions.schemes import (
     HEADS,
     compiled,
     normal,
-    params,
     scheme,
     tokens,
     trained_scheme,
@@ -85,10 +84,6 @@ def test_lpe(prefix):
         q, k, v = (x.reshape(2, *grid, HEADS, HEAD_DIM) for x in (q, k, v))
         on_map = jax.jit(lambda *qkv: windows(*qkv, add))(q, k, v)
         np.testing.assert_array_equal(on_map.reshape(got.shape), got)
-
-
-def test_lpe_starts_at_zero():
-    assert not any(param[...].any() for param in params(scheme("lpe")).values())
 
 
 @pytest.mark.parametrize(("text", "after"), [("peg", 0), ("peg(after=2)", 2)])

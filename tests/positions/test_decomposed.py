@@ -13,9 +13,7 @@ from tests.positions.schemes import (
     compiled,
     compiled_terms,
     normal,
-    params,
     scheme,
-    stage,
     trained_scheme,
 )
 
@@ -79,16 +77,3 @@ def test_resizing_interpolates_only_tables_of_the_map():
     np.testing.assert_allclose(position.rows[1][...], bilinear_matrix(5, 11) @ before[1])
     again = compiled_terms(position.with_pattern(Global()), (6, 6)).layer(1).transform.rows
     np.testing.assert_allclose(again, interpolated, rtol=1e-12)
-
-
-def test_tables_start_at_zero():
-    assert all((table[...] == 0).all() for table in params(scheme("decomposed")).values())
-
-
-def test_another_pattern_shares_the_parameters():
-    position = trained_scheme("rope_mixed+ape", pattern=Window((2, 2)), global_layers=(1,))
-    other = position.with_pattern(Global())
-    assert other.stage == stage(global_layers=(1,))
-    np.testing.assert_array_equal(other.terms((3, 5)).rotation.freqs.value, position.parts[0].mixed)
-    assert position.stage.pattern == Window((2, 2))
-    assert position.with_pattern(Window((2, 2))) is position

@@ -15,6 +15,7 @@ from rope_jax.positions.initializers import (
 )
 
 INITIALISERS = {
+    "linear": linear_init,
     "normal": normal_init(0.3),
     "he": he_init,
     "orthogonal": orthogonal_init,

@@ -1,8 +1,8 @@
 """Every scheme in every attention pattern, against dense attention by definition, in float64.
 
-The dense attention has all pairs of tokens. This module determines which of them a pattern allows,
-and their entries in a bias table; rotations and transforms are those of the scheme in global
-attention, on the whole map.
+The dense attention has all pairs of tokens. `attention_pairs` determines which of them a pattern
+allows, and their entries in a bias table; rotations and transforms are those of the scheme in
+global attention, on the whole map.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from rope_jax.models.attention import SelfAttention
 from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax_kernels import Global, Neighborhood, Window
+from tests.kernels.attention_pairs import pairs
 from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, rotate_by_definition, scheme
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -52,46 +53,18 @@ def make_different(text, pattern):
     return position
 
 
-def axis_pairs(pattern, n, axis):
-    """The allowed pairs [query, key] of one axis, and their indices in a bias table."""
-    q, k = np.arange(n)[:, None], np.arange(n)
-    if isinstance(pattern, Global):
-        return np.full((n, n), True), q - k + n - 1
-    if isinstance(pattern, Window):
-        fitted = pattern.fit(GRID)
-        size, shift = fitted.size[axis], fitted.shift[axis]
-        window = (np.arange(n) - shift) % (-(-n // size) * size) // size
-        wrapped = np.arange(n) < shift
-        allowed = (window[:, None] == window) & (wrapped[:, None] == wrapped)
-        return allowed, q - k + size - 1
-    size, step = pattern.size[axis], pattern.dilation[axis]
-    allowed = np.full((n, n), False)
-    for i in range(n):
-        members = np.arange(i % step, n, step)
-        first = np.clip(i // step - size // 2, 0, max(len(members) - size, 0))
-        allowed[i, members[first : first + size]] = True
-    return allowed, (k - q) // step + size - 1
-
-
 def mask_and_bias(pattern, table):
     """A mask [L, L], minus infinity for pairs that are not allowed, and the biases of all pairs."""
-    (rows, y), (columns, x) = (axis_pairs(pattern, n, axis) for axis, n in enumerate(GRID))
+    # Tables of global attention have offsets, like those of a window that is the map.
+    q, k, entry = np.array(pairs(Window(GRID) if pattern == Global() else pattern, GRID)).T
     length = GRID[0] * GRID[1]
-    pairs = lambda row_array, column_array: (
-        np.broadcast_to(array, (GRID[0], GRID[1], GRID[0], GRID[1])).reshape(length, length)
-        for array in (row_array[:, None, :, None], column_array[None, :, None, :])
-    )
-    row_allowed, column_allowed = pairs(rows, columns)
-    allowed = row_allowed & column_allowed
-    assert allowed.any(axis=1).all()
-    mask = np.where(allowed, 0.0, -np.inf)
-    if table is None or table.shape[-2:] == (length, length):
-        return mask, 0.0 if table is None else np.asarray(table)
-    y, x = (np.where(allowed, index, 0) for index in pairs(y, x))
-    if isinstance(pattern, Neighborhood):
-        return mask, np.asarray(table)[:, y, x]
-    width = GRID[1] if isinstance(pattern, Global) else pattern.fit(GRID).size[1]
-    return mask, np.asarray(table)[:, y * (2 * width - 1) + x]
+    mask, bias = np.full((length, length), -np.inf), np.zeros((HEADS, length, length))
+    mask[q, k] = 0
+    if table is not None and table.shape[-2:] == (length, length):
+        bias = np.asarray(table)
+    elif table is not None:
+        bias[:, q, k] = np.asarray(table).reshape(len(table), -1)[:, entry]
+    return mask, bias
 
 
 def dense(attention, tokens, terms, mask, bias):

@@ -247,7 +247,3 @@ def test_irpe(prefix):
     logits = np.einsum("blnd,bmnd->bnlm", q, k) + np.einsum("blnd,dlm->bnlm", q, picked)
     want = np.einsum("bnlm,bmnd->blnd", softmax(logits / math.sqrt(HEAD_DIM) + extra_bias), v)
     np.testing.assert_allclose(got, want, **EXACT)
-
-
-def test_irpe_starts_at_zero():
-    assert not scheme("irpe").vectors[...].any()

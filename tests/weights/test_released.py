@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import jax
@@ -111,7 +112,7 @@ def test_a_tag_or_true_names_the_weights(cached):
         rope_jax.create_model("deit_ti16", pretrained=TAG, **small)
 
 
-def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
+def test_a_listed_file_brings_size_and_preprocessing(tmp_path, capsys):
     path = shutil.copy(FILE, tmp_path / "deit_base_patch16_384-8de9b5d1.pth")
     small = {name: SMALL[name] for name in ("width", "heads", "depth", "num_classes")}
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
@@ -122,9 +123,11 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path):
     assert find_listed("downloads/") is None
     load_pretrained(fresh := rope_jax.create_model("deit_b16", **SMALL), path)
     assert fresh.preprocessing == model.preprocessing
+    assert "assumed" not in capsys.readouterr().out
     path = shutil.copy(FILE, tmp_path / "mine.pth")
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert model.image_size == (224, 224)
+    assert re.search(r"preprocessing: centre\(crop=0\.875.*assumed", capsys.readouterr().out)
 
 
 def test_weights_of_other_dilations_are_refused():
@@ -190,27 +193,27 @@ def test_a_file_behind_a_page_is_asked_for(monkeypatch, tmp_path):
         assert "head.weight" in file.shapes
 
 
+def parse(*words):
+    parser = command_parser("rope_jax.evaluate", None)
+    add_model_arguments(parser)
+    return parser.parse_args(["--options=width=4,heads=1,depth=1", "--num_classes=2", *words])
+
+
 def test_training_and_commands_start_from_them(cached, capsys):
     model = rope_jax.create_model("deit_ti16", seed=1, **SMALL)
     start_from(model, f"released:{TAG}", DataConfig())
     assert_same(model, cached)
-    parser = command_parser("rope_jax.evaluate", None)
-    add_model_arguments(parser)
-    options = ["--options=width=4,heads=1,depth=1", "--image_size=32", "--num_classes=2"]
-    words = ["--model=deit_ti16", f"--pretrained={TAG}", *options]
-    loaded = load_model(parser.parse_args(words))
+    words = ["--model=deit_ti16", f"--pretrained={TAG}", "--image_size=32"]
+    loaded = load_model(parse(*words))
     assert_same(loaded.model, cached)
     assert (loaded.weights, loaded.released.published[0]["top1"]) == (TAG, 72.2)
     with pytest.raises(ConfigError, match="--weights and --pretrained"):
-        load_model(parser.parse_args([*words, f"--weights={FILE}"]))
+        load_model(parse(*words, f"--weights={FILE}"))
 
 
 def test_a_listed_file_of_a_command_brings_its_size(tmp_path):
     path = str(shutil.copy(FILE, tmp_path / "deit_base_patch16_384-8de9b5d1.pth"))
-    parser = command_parser("rope_jax.evaluate", None)
-    add_model_arguments(parser)
-    options = ["--options=width=4,heads=1,depth=1", "--num_classes=2", "--source=deit"]
-    loaded = load_model(parser.parse_args(["--model=deit_b16", f"--weights={path}", *options]))
+    loaded = load_model(parse("--model=deit_b16", f"--weights={path}", "--source=deit"))
     assert (loaded.image_size, loaded.weights) == ((384, 384), path)
     assert loaded.sha256 is not None
     assert loaded.released.published[0]["resolution"] == 384
@@ -255,14 +258,3 @@ def test_repositories_and_files_are_taken_from_a_folder(tmp_path, cached):
     shutil.copy(FILE, tmp_path / "deit_tiny_patch16_224.fb_in1k" / "pytorch_model.bin")
     settings = SMALL | {"pretrained": True, "weights_dir": tmp_path}
     assert_same(rope_jax.create_model("deit_ti16", **settings), cached)
-
-
-def test_preprocessing_that_no_list_knows_is_said_to_be_assumed(tmp_path, capsys):
-    path = shutil.copy(FILE, tmp_path / "mine.pth")
-    rope_jax.create_model("deit_ti16", pretrained=path, **SMALL)
-    printed = capsys.readouterr().out
-    assert "preprocessing: centre(crop=0.875" in printed
-    assert "assumed" in printed
-    path = shutil.copy(FILE, tmp_path / f"{TAG}.pth")
-    rope_jax.create_model("deit_ti16", pretrained=path, **SMALL)
-    assert "assumed" not in capsys.readouterr().out

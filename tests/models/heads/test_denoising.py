@@ -45,14 +45,6 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
     np.testing.assert_array_equal(slots.used, np.arange(len(slots.group)) < len(expected))
 
 
-def test_groups_depend_on_the_part_of_a_batch():
-    """Relevant for accumulated gradients; detrex has groups for the images of each GPU."""
-    real = np.asarray(some_targets((4, 1), 4).labels) >= 0
-    parts = (real, real[:1], real[1:])
-    batch_groups, *part_groups = (int(slots_for(jax.device_put(x), 12).groups) for x in parts)
-    assert (batch_groups, part_groups) == (3, [3, 12])
-
-
 def test_only_slots_see_their_own_group():
     slots, queries = slots_for(some_targets((2, 1), 3).real, 5), 4
     visible = np.asarray(jax.jit(attention_mask, static_argnums=1)(slots, queries))

@@ -18,10 +18,16 @@ from rope_jax.models.heads.dino.head import DinoPredictions
 from rope_jax.models.heads.dino.levels import padding_mask
 from rope_jax.models.heads.dino.losses import box_losses, match_targets
 from rope_jax.models.heads.dino.options import DinoOptions
-from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
+from rope_jax.models.heads.dino.transformer import Transformer
 from rope_jax.models.layers import layer_dtypes
 from rope_jax.tasks import TASKS
-from tests.models.small import fill
+from tests.models.small import (
+    check_gradients,
+    compile_call,
+    compile_gradient,
+    fill,
+    make_filled_model,
+)
 
 SMALL = {
     "width": 16,
@@ -63,14 +69,11 @@ FLOAT = layer_dtypes(jnp.dtype(jnp.float32))
     ],
 )
 def test_backbones_give_the_maps_that_the_head_takes(name, small, shapes):
-    make = functools.partial(rope_jax.create_model, name, head=HEAD, num_classes=CLASSES)
-    model = nnx.eval_shape(lambda: make(**small))
-    graph, state = nnx.split(model)
+    model = make_filled_model(name, head=HEAD, num_classes=CLASSES, **small)
     images = jax.ShapeDtypeStruct((1, 32, 48, 3), jnp.float32)
-    run = lambda state, x: nnx.merge(graph, state).head_maps(x)
-    maps = jax.eval_shape(run, state, images)
+    maps = jax.eval_shape(lambda images: model.head_maps(images), images)
     assert [x.shape[1:] for x in maps] == shapes
-    levels = jax.eval_shape(lambda state, *x: nnx.merge(graph, state).head.neck(x), state, *maps)
+    levels = jax.eval_shape(lambda *maps: model.head.neck(maps), *maps)
     sizes = [x.shape[1:3] for x in maps]
     assert model.head.neck.sizes(sizes) == [x.shape[1:3] for x in levels]
 
@@ -90,8 +93,7 @@ def test_images_need_at_least_as_many_tokens_as_queries():
 
 @pytest.fixture(scope="module")
 def model():
-    make = functools.partial(rope_jax.create_model, "deit_ti16", head=HEAD, num_classes=CLASSES)
-    return fill(nnx.eval_shape(lambda: make(**VIT)))
+    return make_filled_model("deit_ti16", head=HEAD, num_classes=CLASSES, **VIT)
 
 
 def some_batch(counts=(3, 0), rows=4):
@@ -113,15 +115,8 @@ def some_batch(counts=(3, 0), rows=4):
 
 @pytest.fixture(scope="module")
 def gradient(model):
-    graph, params, others = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, batch, key):
-        return TASKS["detection"].loss(
-            nnx.merge(graph, params, others), batch, resolve({}), key=key
-        )
-
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    return lambda batch, key: run(params, batch, key)
+    loss = lambda model, batch, key: TASKS["detection"].loss(model, batch, resolve({}), key=key)
+    return compile_gradient(model, loss, has_aux=True)
 
 
 @pytest.mark.parametrize("counts", [(3, 0), pytest.param((0, 0), marks=pytest.mark.slow)])
@@ -129,10 +124,7 @@ def test_gradients_are_finite_without_boxes(gradient, counts):
     (value, hits), grads = gradient(some_batch(counts), jax.random.key(0))
     assert np.isfinite(value)
     assert 0 <= hits <= 1
-    flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(grads)}
-    assert all(np.isfinite(leaf).all() for leaf in flat.values())
-    if sum(counts):  # everything is trained
-        assert [name for name, leaf in flat.items() if not np.any(leaf)] == []
+    check_gradients(grads, silent=lambda path: not any(counts))
 
 
 def test_only_training_draws_denoising(model, gradient):
@@ -237,8 +229,7 @@ def test_padding_does_not_change_the_chosen_boxes(transformer):
     definition, which the golden has.)
     """
     rng = np.random.default_rng(0)
-    graph, state = nnx.split(transformer)
-    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
+    run = compile_call(transformer)
     original_maps = [
         rng.standard_normal((1, *size, 16)).astype(np.float32) for size in ((6, 8), (3, 4))
     ]
@@ -249,7 +240,7 @@ def test_padding_does_not_change_the_chosen_boxes(transformer):
         for larger, original in zip(maps, original_maps, strict=True):
             larger[:, : original.shape[1], : original.shape[2]] = original
         padding = [padding_mask(jnp.array([[48, 64]]), canvas, size) for size in sizes]
-        results.append(run(state, [jnp.asarray(x) for x in maps], padding))
+        results.append(run([jnp.asarray(x) for x in maps], padding))
     for name in ("initial", "chosen", "proposals"):
         first, second = (getattr(result, name) for result in results)
         np.testing.assert_allclose(first, second, atol=2e-5, err_msg=name)
@@ -265,24 +256,15 @@ def test_boxes_of_a_layer_train_the_previous_one(transformer):
         for n, size in enumerate(((4, 4), (2, 2)))
     ]
     padding = [jnp.zeros((1, *size), bool) for size in ((4, 4), (2, 2))]
-    graph, params, others = nnx.split(transformer, nnx.Param, ...)
 
-    def second_boxes(params):
-        model = nnx.merge(graph, params, others)
+    def second_boxes(model):
         outputs = model(maps, padding)
         states = jax.lax.stop_gradient(outputs.states[1])
         return model.refine(1, states, outputs.references[0]).sum()
 
-    grads = jax.jit(jax.grad(second_boxes))(params)
+    _, grads = compile_gradient(transformer, second_boxes)()
     moved = [bool(np.any(grads["boxes"][n]["layers"][2]["kernel"][...])) for n in range(3)]
     assert moved == [True, True, False]
-
-
-def test_inverse_sigmoid_clips_confident_probabilities():
-    x = np.linspace(0, 1, 101)
-    result = jax.jit(inverse_sigmoid)(np.float32(x))
-    expected = np.log(np.clip(x, 1e-3, 1) / np.clip(1 - x, 1e-3, 1))
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_detections_are_the_highest_scoring_pairs_of_boxes_and_classes():
@@ -306,10 +288,8 @@ def test_detections_are_the_highest_scoring_pairs_of_boxes_and_classes():
 
 
 def test_images_without_padding_need_no_extent(model):
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
-    images = some_batch()["image"]
-    implicit, explicit = run(state, images), run(state, images, jnp.array([[32, 48]] * 2))
+    run, images = compile_call(model), some_batch()["image"]
+    implicit, explicit = run(images), run(images, jnp.array([[32, 48]] * 2))
     assert implicit.boxes.shape == (2, 5, 4)
     for name in ("boxes", "scores", "classes"):
         np.testing.assert_allclose(getattr(implicit, name), getattr(explicit, name), atol=1e-5)
@@ -321,9 +301,7 @@ def test_an_exported_program_takes_padded_images(model, tmp_path):
     batch = some_batch()
     rope_jax.export(model, tmp_path / "dino.bin", resolution=(32, 48), platforms=("cpu",))
     outputs = rope_jax.load_exported(tmp_path / "dino.bin").call(batch["image"], batch["extent"])
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
-    expected = run(state, batch["image"], batch["extent"])
+    expected = compile_call(model)(batch["image"], batch["extent"])
     assert set(outputs) == {"boxes", "scores", "classes"}
     for name, values in outputs.items():
         np.testing.assert_allclose(values, getattr(expected, name), atol=1e-4)

@@ -1,5 +1,4 @@
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from rope_jax.models.heads import (
     register_head,
 )
 from rope_jax.models.heads.linear import LinearOptions
-from rope_jax.models.heads.maps import average_bins, resize_maps
 from rope_jax.models.layers import Linear, layer_dtypes
 from rope_jax.weights import export_state_dict
 from tests.parity.official import assert_equal
@@ -28,36 +26,8 @@ FLOAT = layer_dtypes(jnp.dtype(jnp.float32))
 
 
 def test_third_blocks():
-    assert third_blocks(12) == (3, 5, 7, 11)
-    assert third_blocks(24) == (7, 11, 15, 23)
-    assert third_blocks(4) == (0, 1, 2, 3)
-
-
-def test_resized_maps_match_the_definition():
-    """A pixel lies between the two nearest centres; at the border it is the outermost one."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
-    expected = np.zeros((2, 7, 4, 4))
-    for i in range(7):
-        for j in range(4):
-            y, z = (i + 0.5) * 3 / 7 - 0.5, (j + 0.5) * 5 / 4 - 0.5
-            for di in (0, 1):
-                for dj in (0, 1):
-                    row, column = math.floor(y) + di, math.floor(z) + dj
-                    weight = (1 - abs(y - row)) * (1 - abs(z - column))
-                    expected[:, i, j] += weight * x[:, min(max(row, 0), 2), min(max(column, 0), 4)]
-    np.testing.assert_allclose(resize_maps(jnp.asarray(x), (7, 4)), expected, atol=1e-6)
-
-
-def test_bins_overlap_and_may_outnumber_the_tokens():
-    x = np.random.default_rng(0).standard_normal((1, 3, 7, 2)).astype(np.float32)
-    means = np.asarray(average_bins(jnp.asarray(x), 6))
-    for i in range(6):
-        for j in range(6):
-            rows = slice(i * 3 // 6, -(-(i + 1) * 3 // 6))
-            columns = slice(j * 7 // 6, -(-(j + 1) * 7 // 6))
-            expected = x[0, rows, columns].mean((0, 1))
-            np.testing.assert_allclose(means[0, i, j], expected, atol=1e-6)
+    wanted = {12: (3, 5, 7, 11), 24: (7, 11, 15, 23), 4: (0, 1, 2, 3)}
+    assert {depth: third_blocks(depth) for depth in wanted} == wanted
 
 
 def test_cells_of_a_token_are_adjacent():

@@ -12,21 +12,11 @@ import scipy.optimize
 
 from rope_jax.models.heads.mask2former import loss as ml
 from tests.devices import environment
+from tests.models.definition import bilinear, softmax
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
 uncertain_points = jax.jit(ml.uncertain_points, static_argnums=1)
-
-
-def bilinear(image, x, y):
-    """Interpolates between the centres of four pixels; pixels outside are 0."""
-    height, width = image.shape
-    x, y, total = x * width - 0.5, y * height - 0.5, 0.0
-    for row in (int(np.floor(y)), int(np.floor(y)) + 1):
-        for column in (int(np.floor(x)), int(np.floor(x)) + 1):
-            if 0 <= row < height and 0 <= column < width:
-                total += (1 - abs(x - column)) * (1 - abs(y - row)) * image[row, column]
-    return total
 
 
 def sample(image, points):
@@ -45,11 +35,6 @@ def entropy(logits, mask):
 def dice(logits, mask):
     p = sigmoid(logits)
     return 1 - (2 * (p * mask).sum() + 1) / (p.sum() + mask.sum() + 1)
-
-
-def softmax(x):
-    exponentials = np.exp(x - x.max(-1, keepdims=True))
-    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 def scene(*, batch=2, size=(6, 9), classes=4):

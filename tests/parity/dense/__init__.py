@@ -1,7 +1,7 @@
 """Goldens of dense prediction: outputs of official code for reproducible weights and inputs.
 
-A folder of goldens has a `cases.json`, which maps names to the settings of the golden: sizes
-[h, w], channels, seeds, classes. NAME.json lists shapes and kinds of the weights, and NAME.npz
+`tests/data/dense_parity/cases.json` maps names to the settings of the golden: sizes [h, w],
+channels, seeds, classes. NAME.json lists shapes and kinds of the weights, and NAME.npz
 holds the outputs in float32 and, as "..._f64", in float64.
 
 The check of a kind of goldens is a module of this package whose name begins their names: `vitdet`
@@ -10,8 +10,7 @@ for vitdet_abs and vitdet_rel. It defines
     outputs(golden, dtype)    arrays by name, as stored: NCHW, and only the stored part
     LIMITS                    optional: limits that differ from those below
 
-and reads all numbers from `golden.case`. `python -m tests.parity.dense FOLDER [--x64]` runs the
-checks of a folder.
+and reads all numbers from `golden.case`.
 """
 
 import dataclasses
@@ -37,19 +36,17 @@ class Golden:
     """One golden.
 
     Attributes:
-        folder: of the golden.
-        name: its name.
+        name: of the golden.
         case: its entry of `cases.json`.
     """
 
-    folder: pathlib.Path
     name: str
     case: dict
 
     @functools.cached_property
     def metadata(self):
         """The content of NAME.json."""
-        return json.loads((self.folder / f"{self.name}.json").read_text())
+        return json.loads((DATA / f"{self.name}.json").read_text())
 
     @property
     def weights(self):
@@ -62,18 +59,17 @@ class Golden:
 
     def outputs(self, dtype):
         """The stored outputs by name, floating-point ones in `dtype`."""
-        with np.load(self.folder / f"{self.name}.npz") as file:
+        with np.load(DATA / f"{self.name}.npz") as file:
             arrays = dict(file)
         exact = {key.removesuffix("_f64"): x for key, x in arrays.items() if key.endswith("_f64")}
         plain = {key: x for key, x in arrays.items() if key in self.metadata["arrays"]}
         return plain | exact if dtype == "float64" else plain
 
 
-def goldens(folder=DATA):
-    """The goldens of a folder by name."""
-    folder = pathlib.Path(folder)
-    cases = json.loads((folder / "cases.json").read_text())
-    return {name: Golden(folder, name, case) for name, case in cases.items()}
+def goldens():
+    """The goldens by name."""
+    cases = json.loads((DATA / "cases.json").read_text())
+    return {name: Golden(name, case) for name, case in cases.items()}
 
 
 def find_check(name):

@@ -1,6 +1,5 @@
 """DINO's encoder, choice of queries and decoder on fixed maps with padding, against detrex."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -10,6 +9,7 @@ from rope_jax.models.heads.dino.levels import map_positions, padding_mask
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer
 from rope_jax.models.layers import layer_dtypes
+from tests.models.small import compile_call
 from tests.parity.dense import noise
 
 LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
@@ -47,9 +47,8 @@ def outputs(golden, dtype):
     case = golden.case
     model = nnx.eval_shape(lambda: make_model(case, golden.weights, dtype))
     rope_jax.convert_state_dict(model, golden.weights, source="detrex")
-    graph, state = nnx.split(model)
     maps, padding = make_inputs(case, dtype)
-    results = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(state, maps, padding)
+    results = compile_call(model)(maps, padding)
     last = map_positions(padding[-1], case["channels"])
     return {
         "states": results.states[..., ::16],

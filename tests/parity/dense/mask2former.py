@@ -1,12 +1,12 @@
 """Mask2Former's decoders on fixed maps, and its semantic scores."""
 
-import jax
 import numpy as np
 from flax import nnx
 
 import rope_jax
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former.head import semantic_scores
+from tests.models.small import compile_read
 from tests.parity.dense import noise
 
 LIMITS = {"float64": 2e-5}  # the official positions are float32
@@ -42,11 +42,9 @@ def outputs(golden, dtype):
         noise(1, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
         for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
     ]
-    graph, state = nnx.split(head)
 
-    @jax.jit
-    def run(state, maps):
-        results = nnx.merge(graph, state)(maps)
+    def read(head, maps, _):
+        results = head(maps)
         classes, masks = results.classes[-1], results.masks()
         return {
             "mask_features": results.pixels[:, ::2, ::2, ::8],
@@ -55,5 +53,5 @@ def outputs(golden, dtype):
             "semantic": semantic_scores(classes, masks)[:, ::3, ::4],
         }, classes
 
-    results, classes = run(state, maps)
+    results, classes = compile_read(head, read)(maps)
     return {key: x.transpose(0, 3, 1, 2) for key, x in results.items()} | {"pred_logits": classes}

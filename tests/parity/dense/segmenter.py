@@ -2,13 +2,13 @@
 
 import math
 
-import jax
 import numpy as np
 from flax import nnx
 
 import rope_jax
 from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks.windows import Windows, resize_image
+from tests.models.small import compile_call
 from tests.parity.dense import images
 
 PATCH = 16
@@ -44,9 +44,7 @@ def compute_logits(model, x):
     height, width = x.shape[1:3]
     sides = [(0, math.ceil(side / PATCH) * PATCH - side) for side in (height, width)]
     padded = np.pad(x, [(0, 0), *sides, (0, 0)])
-    graph, state = nnx.split(model)
-    result = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, padded)
-    return np.asarray(result)[:, :height, :width].transpose(0, 3, 1, 2)
+    return np.asarray(compile_call(model)(padded))[:, :height, :width].transpose(0, 3, 1, 2)
 
 
 def outputs(golden, dtype):

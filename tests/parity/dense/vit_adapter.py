@@ -1,10 +1,10 @@
 """ViT-Adapter's backbone, in the form of its detection code."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import rope_jax
+from tests.models.small import compile_read
 from tests.parity.dense import images
 
 LIMITS = {"float64": 2e-5}  # the official code makes the references in float32
@@ -42,7 +42,6 @@ def outputs(golden, dtype):
     case, weights = golden.case, golden.weights
     model = nnx.eval_shape(lambda: make_model(case, weights, dtype))
     rope_jax.convert_state_dict(model, weights, source="vit_adapter")
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, x: nnx.merge(graph, state).features(x))
-    maps = run(state, jnp.asarray(images(*case["image"]), dtype))
+    run = compile_read(model, lambda model, x, _: model.features(x))
+    maps = run(jnp.asarray(images(*case["image"]), dtype))
     return {f"f{n}": x[:, ::2, ::2, :8].transpose(0, 3, 1, 2) for n, x in enumerate(maps, 1)}
