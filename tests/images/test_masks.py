@@ -8,7 +8,8 @@ from rope_jax.data.images.fits import Placing, detr_crop, place_boxes, place_mas
 from rope_jax.data.images.masks import decode_masks, encode_mask, encode_outline
 from rope_jax.data.sources.scenes import draw_scene
 from tests.images.coco_set import COLOURS, annotations, write_annotations, write_coco
-from tests.images.test_boxes import CANVASES, CROP, FIT, OPTIONS
+from tests.images.streams import take
+from tests.images.test_boxes import CANVASES, FIT, OPTIONS
 from tests.images.test_fits import SMALL
 
 
@@ -42,10 +43,8 @@ def test_masks_move_with_pixels_and_boxes(folder, window):
     images = open_set(folder)
     options = OPTIONS | {"augment": OPTIONS["augment"].replace(")+", f",window={window})+")}
     flips = set()
-    for batch in (next(batches(images, batch_size=3, start_step=k, **options)) for k in range(20)):
-        assert batch["masks"].shape == (*batch["label"].shape, *_bytes(batch["image"]))
-        if window:
-            assert batch["extent"].max() <= window
+    for batch in take(20, batches(images, batch_size=3, **options)):
+        assert not window or batch["extent"].max() <= window
         for pixels, boxes, labels, masks in zip(
             batch["image"], batch["boxes"], batch["label"], unpack(batch), strict=True
         ):
@@ -60,17 +59,6 @@ def test_masks_move_with_pixels_and_boxes(folder, window):
                 assert np.abs(inner - list(COLOURS.values())[label]).max() < 128
                 flips.add(box[0] < pixels.shape[1] / 2)
     assert len(flips) == 2 or window  # which leaves most of a canvas empty
-
-
-def _bytes(image):
-    return image.shape[1], -(-image.shape[2] // 8)
-
-
-def test_shards_and_resumed_streams_have_the_same_masks(folder):
-    images, options = open_set(folder), OPTIONS | {"batch_size": 4}
-    whole = next(batches(images, start_step=3, **options))
-    halves = [next(batches(images, start_step=3, shard=(k, 2), **options)) for k in (0, 1)]
-    np.testing.assert_array_equal(np.concatenate([x["masks"] for x in halves]), whole["masks"])
 
 
 def test_evaluation_has_no_masks(folder, monkeypatch):
@@ -127,17 +115,13 @@ def test_scenes_have_the_visible_masks():
         [],
         [[1, 1, 2, 2]],
         [[1, 1, 2, 2, 3]],
-        [[1, 1, 2, 2, 1e9, 3]],
         [[1, 1, 2, 2, float("nan"), 3]],
         "polygon",
         {"size": [48, 64], "counts": [1, -1]},
         {"size": [48, 64], "counts": [1, 2]},
         {"size": [48, 63], "counts": [48 * 63]},
-        {"counts": [48 * 64]},
         {"size": None, "counts": "1"},
-        {"size": [48, 64], "counts": "oooo"},
         {"size": [48, 64], "counts": ""},
-        {"size": [48, 64], "counts": "1"},
         {"size": [48, 64], "counts": "PP3o"},
         {"size": [48, 64], "counts": "PP3é"},
         {"size": [48, 64], "counts": "o" * 8 + "0"},
@@ -178,9 +162,3 @@ def test_run_lengths_are_those_of_pycocotools():
             mask = encode_mask(rng.random(size) < threshold)
             outline = {"size": [*size], "counts": mask["counts"].decode()}
             assert encode_outline(outline, size) == mask["counts"]
-
-
-def test_crops_without_masks_are_refused(folder):
-    with pytest.raises(ValueError, match="not the labels of their masks"):
-        batches(open_set(folder), batch_size=2, seed=0, augment="resized_crop")
-    assert CROP in OPTIONS["augment"]
