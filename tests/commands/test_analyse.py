@@ -126,32 +126,6 @@ def test_several_models_and_sizes_have_files_of_their_own_and_common_pictures(tm
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["fourier", *DIGITS, "--position=ape"],
-            "rotates nothing by coordinates: use a rotary scheme",
-        ),
-        (["learned", *DIGITS], "axial_rope has no learned frequencies"),
-        (
-            ["learned", *DIGITS, "--position=rope_mixed", "--stage=2"],
-            "--stage=2 must be from 1 to 1",
-        ),
-        (
-            ["correlation", "--model=swin_t", "--options=depths=(1,1),heads=(2,2),width=8"],
-            "adds no embedding to the tokens",
-        ),
-        (["attention", *DIGITS], "--images is missing: pass a file or a folder"),
-        (["decay"], "name either the WORKDIR of a run or a --model"),
-        (["costs", "--model=vit"], "unknown model 'vit'"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, tmp_path, capsys):
-    with expect_refusal(capsys, f"^rope_jax.analysis: .*{message}"):
-        main([*arguments, f"--out={tmp_path}"])
-
-
-@pytest.mark.parametrize(
     ("place", "crosses"),
     [((0.5, 0.5), [(3, 2), (3, 2), (1, 1)]), ((1.0, 0.0), [(0, 3), (0, 3), (0, 1)])],
 )

@@ -11,6 +11,8 @@ import pytest
 from rope_jax import __main__ as command
 from rope_jax import config as cfg
 
+DIGITS = ["--model=vit_digits", "--options=depth=1,width=16,heads=1"]
+
 
 def call(monkeypatch, capsys, *words):
     """Exit status, standard output and standard error of `rope_jax WORDS`."""
@@ -55,10 +57,18 @@ def test_help_lists_types_and_defaults(name, monkeypatch, capsys):
         (["evaluate", "run", "--batch_size=0"], "--batch_size: must be a whole number"),
         (["evaluate", "run", "--crop=1.5"], "--crop: must be a number above 0"),
         (["tune", "--model=vit_s16", "--batch=x"], "must be a whole number of at least 1, not 'x'"),
-        (["analyse", "maps", "--count=0"], "--count: must be a whole number of at least 1, not 0"),
+        (["tune", "--model=vit_digit"], "vit_digits"),
+        (["tune", "--model=vit_digits", "--batch=4", "--resolution=x"], "[--model"),
         (["evaluate", "nothing"], "rope_jax evaluate: nothing does not exist; pass the WORKDIR of"),
         (["evaluate", "run", "--scales=1,0"], "--scales: must be a number above 0 and at most 16"),
         (["analyse", "maps", "--query=a"], "--query: must be 2 values, each a number"),
+        (["analyse", "fourier", *DIGITS, "--position=ape"], "rotates nothing by coordinates"),
+        (["analyse", "learned", *DIGITS], "axial_rope has no learned frequencies"),
+        (["analyse", "learned", *DIGITS, "--position=rope_mixed", "--stage=2"], "--stage=2"),
+        (["analyse", "correlation", *DIGITS], "adds no embedding to the tokens"),
+        (["analyse", "attention", *DIGITS], "--images is missing: pass a file or a folder"),
+        (["analyse", "decay"], "name either the WORKDIR of a run or a --model"),
+        (["analyse", "costs", "--model=vit"], "unknown model 'vit'"),
         (["report", "nothing"], "nothing does not exist; complete its run first: rope_jax train"),
         (["models", "nothing*"], "rope_jax models: no model is called 'nothing*'"),
         (["trian"], "'trian' is not a command; did you mean 'train'?"),

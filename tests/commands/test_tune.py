@@ -6,7 +6,6 @@ import pytest
 import rope_jax.commands.tune
 from rope_jax_kernels import Choices
 from rope_jax_kernels.tuning.choices import Choice, Measured
-from tests.refusals import expect_refusal
 
 SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"]
 
@@ -25,7 +24,8 @@ def test_on_a_cpu_there_is_nothing_to_tune(capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calls_of_evaluation_and_of_training():
+def test_calls_of_evaluation_and_of_training(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)  # calls are those of a single one
     (call,) = calls("--position=axial_rope")
     assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] pattern=Global()")
     assert (call.count, call.direction) == (2, "forward")
@@ -34,12 +34,6 @@ def test_calls_of_evaluation_and_of_training():
     assert call.gradients == {"qkv"}
     (call,) = calls("--position=rope_mixed", "--train")
     assert call.gradients == {"qkv", "rotation.freqs"}
-
-
-def test_calls_are_those_of_a_single_device(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    (call,) = calls("--position=axial_rope")
-    assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] ")
 
 
 def choices():
@@ -74,15 +68,3 @@ def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
     written = path if out else next(path.iterdir())
     assert Choices.load(written).calls == choices().calls
     assert capsys.readouterr().out.endswith(f"choices: {written}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model=vit_digit"], "vit_digits"),
-        ([*SMALL, "--resolution=x"], r"\[--model"),
-    ],
-)
-def test_mistakes_end_in_one_line(arguments, message, capsys):
-    with expect_refusal(capsys, rf"^rope_jax.tune: .*{message}"):
-        rope_jax.commands.tune.main(arguments)
