@@ -146,11 +146,6 @@ def test_classes_are_compared_if_all_runs_share_them(tmp_path, other, blocks):
     assert len(comparison_page._classes(runs)) == blocks
 
 
-def test_intervals_are_clipped_to_0_and_100():
-    pair = [row | {"top1": top1} for row in rows(((8, 8), 0.0)) for top1 in (0.1, 0.9)]
-    assert score(pair).text() == "50.0 [0.0, 100.0]"
-
-
 def test_irrelevant_settings_do_not_separate_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(plugins, "_loaded", {})
     a, b = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "ab")

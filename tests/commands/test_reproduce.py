@@ -75,20 +75,6 @@ def test_finished_runs_are_not_repeated(ablation, monkeypatch):
     assert run(folder, ABLATIONS, SMOKE, "--only=imprint=none") == results
 
 
-def test_interrupted_commands_end_the_same(ablation, tmp_path, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    train = reproduce.run.train
-    monkeypatch.setattr(reproduce.run, "train", stop)
-    with pytest.raises(BaseException):  # noqa: B017, PT011 -- Ctrl-C or its exit status
-        run(tmp_path, ABLATIONS, SMOKE, "--only=imprint=none")
-    monkeypatch.setattr(reproduce.run, "train", train)
-    again = run(tmp_path, ABLATIONS, SMOKE, "--only=imprint=none")
-    without_protocol = lambda results: results["artifacts"][ABLATIONS]["cells"]
-    assert without_protocol(again) == without_protocol(ablation[1])
-
-
 def test_own_runs_are_shown_instead(ablation, tmp_path):
     folder, _ = ablation
     (workdir,) = (folder / "smoke").iterdir()

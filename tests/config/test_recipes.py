@@ -85,12 +85,6 @@ def test_wrong_arguments_are_refused(name, arguments, message):
         recipe(name, arguments)
 
 
-def test_resformer_is_evaluated_at_the_published_sizes():
-    config = resolve_recipe("resformer", "resolutions=384+224+128")
-    sizes = [config.data.image_size, *config.eval.resolutions]
-    assert sorted(sizes) == [96, 128, 160, 192, 224, 288, 384, 448, 512]
-
-
 def create(config, classes):
     """The model of a recipe, with its weights as shapes."""
     options = cfg.model_overrides(config.model.options)

@@ -11,6 +11,7 @@ from rope_jax import data
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import read_results
+from tests.tasks.iou import assert_scores
 from tests.training.recipe import (
     assert_same_end,
     final_state,
@@ -96,13 +97,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(finished):
     images = data.load("scenes", split="test", image_size=(12, 20))
     x = (images.images / np.float32(255) - config.data.mean) / config.data.std
     classes = logits(model, x.astype(np.float32)).argmax(-1)
-    # [classes, ...]: the predicted and the true pixels.
-    predicted, present = (x == np.arange(11)[:, None, None, None] for x in (classes, images.labels))
-    intersection, union = (x.sum((1, 2, 3)) for x in (predicted & present, predicted | present))
-    iou = [int(a) / int(b) if b else None for a, b in zip(intersection, union, strict=True)]
-    assert row["iou"] == pytest.approx(iou, abs=1e-12)
-    assert row["miou"] == pytest.approx(np.mean([x for x in iou if x is not None]), abs=1e-12)
-    assert row["accuracy"] == pytest.approx((classes == images.labels).mean(), abs=1e-12)
+    assert_scores(row, classes, images.labels, 11)
     assert row["count"] == 12
 
 
