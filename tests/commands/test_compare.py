@@ -177,13 +177,6 @@ def test_images_stay_on_the_device_if_they_fit(monkeypatch):
     assert [config.seeds for config in plan(*arguments).values()] == [2, 2]
 
 
-def test_all_settings_are_listed(capsys):
-    with pytest.raises(SystemExit) as caught:
-        plan("--config.help")
-    assert caught.value.code in (None, 0)
-    assert "--config.optim.learning_rate: a number" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [

@@ -7,8 +7,8 @@ import pytest
 
 import rope_jax
 from rope_jax.commands import reproduce
-from rope_jax.evaluate.results import write_results
 from rope_jax.papers import published
+from tests.analysis.test_report import rows, workdir
 
 SMOKE = "--scale=smoke"
 ABLATIONS = "cat/table_4"
@@ -75,20 +75,6 @@ def test_finished_runs_are_not_repeated(ablation, monkeypatch):
     assert run(folder, ABLATIONS, SMOKE, "--only=imprint=none") == results
 
 
-def test_interrupted_commands_end_the_same(ablation, tmp_path, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    train = reproduce.run.train
-    monkeypatch.setattr(reproduce.run, "train", stop)
-    with pytest.raises(BaseException):  # noqa: B017, PT011 -- Ctrl-C or its exit status
-        run(tmp_path, ABLATIONS, SMOKE, "--only=imprint=none")
-    monkeypatch.setattr(reproduce.run, "train", train)
-    again = run(tmp_path, ABLATIONS, SMOKE, "--only=imprint=none")
-    without_protocol = lambda results: results["artifacts"][ABLATIONS]["cells"]
-    assert without_protocol(again) == without_protocol(ablation[1])
-
-
 def test_own_runs_are_shown_instead(ablation, tmp_path):
     folder, _ = ablation
     (workdir,) = (folder / "smoke").iterdir()
@@ -138,21 +124,13 @@ def test_the_list_has_every_table_and_figure(tmp_path, capsys):
     assert len(lines) == 2 + 40
 
 
-def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
-    folder, _ = ablation
+def test_wrong_input_is_one_line(tmp_path, capsys):
     refused(tmp_path, "heo/figure_44", SMOKE)
     refused(tmp_path, "heo/figure_4", SMOKE, "--only=rope_mixe")
     refused(tmp_path, "heo/figure_4", "--scale=full")
     refused(tmp_path, "heo/figure_4", "--data=missing.npz")
-    workdirs = []
-    for name in ("a", "b"):
-        workdir = tmp_path / name
-        workdir.mkdir()
-        source = next((folder / "smoke").iterdir())
-        (workdir / "config.json").write_bytes((source / "config.json").read_bytes())
-        row = {"resolution": [8, 8], "top1": 0.5, "dataset": name, "protocol": "", "split": "test"}
-        write_results(workdir, 1, [row])
-        workdirs.append(str(workdir))
+    of_set = lambda name: rows(((8, 8), 0.5), dataset=name)
+    workdirs = [str(workdir(tmp_path / x, "cat_rope", of_set(x), model="cat_5")) for x in "ab"]
     refused(tmp_path, "heo/figure_4", f"--runs={','.join(workdirs)}")
     (tmp_path / "results.json").write_text('{"version": "0.0.1", "artifacts": {}}')
     refused(tmp_path, "cat/table_2", SMOKE)

@@ -15,17 +15,10 @@ from rope_jax.config import ConfigError, resolve
 from rope_jax.data import BadImages, BadSet
 from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
-from rope_jax.training.metrics import read_metrics
 from rope_jax.training.signals import Interrupted
-from tests import devices as cpu
-from tests.faults.processes import Run
+from tests.faults.attacks import ENDLESS, expect_saved, start
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALL = [
-    "--config.model.options=depth=1,width=16,heads=1",
-    "--config.log_every=1",
-    "--config.eval.resolutions=((4, 6),)",
-]
 
 
 def interruption(name, *, saved, alone=False):
@@ -115,12 +108,6 @@ def test_recipe_and_folder_are_required(argument, missing, capsys):
     assert f"the following arguments are required: {missing}" in capsys.readouterr().err
 
 
-def test_settings_may_follow_switches():
-    arguments = ["--config=digits", "--workdir=runs/x", "--distributed", "--config.data.path=/a b"]
-    options, config = train.parse(arguments)
-    assert (options.distributed, config.data.path) == (True, "/a b")
-
-
 def test_flags_have_several_spellings():
     options, _ = train.parse(["--config=digits", "--workdir=x"])
     assert (options.strict_restore, options.distributed, options.resume_override) == (
@@ -129,26 +116,17 @@ def test_flags_have_several_spellings():
         "",
     )
     words = ["-config", "digits", "--workdir", "runs/x", "--resume_override=seed,batch_size"]
-    words += ["--plugins=one", "--plugins=two", "--strict_restore", "--distributed=true"]
-    words += ["--config.epochs", "3", "--config.tensorboard", "--noconfig.data.allow_empty"]
+    words += ["--plugins=one", "--plugins=two", "--distributed=true", "--strict_restore"]
+    words += ["--config.data.path=/a b", "--config.epochs", "3", "--config.tensorboard"]
+    words += ["--noconfig.data.allow_empty", "--config.optim.clip_norm=None"]
     options, config = train.parse(words)
     assert (options.config, options.workdir) == ("digits", pathlib.Path("runs/x"))
     assert config.plugins == ("one", "two")
     assert (options.resume_override, options.plugins) == ("seed,batch_size", ["one", "two"])
-    assert options.strict_restore
-    assert options.distributed
+    assert (options.strict_restore, options.distributed) == (True, True)
     assert (config.epochs, config.tensorboard, config.data.allow_empty) == (3.0, True, False)
+    assert (config.data.path, config.optim.clip_norm) == ("/a b", None)
     assert not train.parse([*words, "--nostrict_restore"])[0].strict_restore
-
-
-@pytest.mark.parametrize("command", ["--help", "--config.help"])
-def test_help_has_all_settings(command, capsys):
-    with pytest.raises(SystemExit) as caught:
-        train.parse([command])
-    assert not caught.value.code
-    output = capsys.readouterr().out
-    assert "--config.optim.learning_rate: a number" in output
-    assert ("--resume_override" in output and "tiny_imagenet" in output) == (command == "--help")
 
 
 def test_the_next_command_keeps_the_arguments(monkeypatch):
@@ -164,32 +142,6 @@ def test_the_next_command_keeps_the_arguments(monkeypatch):
         "--config.model.position=rope2d",
         "--workdir=runs/a_rope2d",
     ]
-
-
-def test_runs_from_weights_have_no_next_command():
-    config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
-    assert train.next_command(config, pathlib.Path("runs/a")) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "other"),
-    [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],
-)
-def test_the_next_command_has_a_scheme_that_fits_the_model(options, other, monkeypatch):
-    """Rotations along two axes need heads of a multiple of 4 channels."""
-    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
-    config = resolve({"model": {"position": "none", "options": options}})
-    assert train.next_command(config, pathlib.Path("runs/a")).endswith(f"--workdir=runs/a_{other}")
-
-
-def test_optional_settings_can_be_none():
-    arguments = [
-        "--config.optim.clip_norm=None",
-        "--config.ema_decay=0.5",
-        "--config.data.path=None",
-    ]
-    _, config = train.parse(["--config=digits", "--workdir=runs/x", *arguments])
-    assert (config.optim.clip_norm, config.ema_decay, config.data.path) == (None, 0.5, None)
 
 
 @pytest.mark.process
@@ -230,44 +182,27 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path):
     assert errors == "rope_jax: stopped by Ctrl-C\n"
 
 
-@pytest.fixture
-def forked(tmp_path_factory):
-    """Starts the command in a forked process without imports; it ends with the test."""
-    started = []
-
-    def start(workdir, *settings, devices=1, prepare=None):
-        log = tmp_path_factory.mktemp("said") / "log"
-        arguments = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
-        flags = cpu.environment(devices)
-        started.append(Run(arguments, log, environment=flags, prepare=prepare))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
 @pytest.mark.process
-def test_mistakes_end_in_one_line(tmp_path, forked):
-    done = forked(tmp_path / "run", "--config.model.position=axial_rope(k_rope=16)")
-    assert done.wait(300) == 2
-    assert "k_rope=16" in done.read_output()
-    assert len(done.read_output().strip().splitlines()) == 1
-    assert os.listdir(tmp_path / "run") == [".lock"]
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path):
+    for mark, number in (("\nstep ", signal.SIGINT), ("\nfound step", signal.SIGTERM)):
+        process = start(tmp_path, ENDLESS)
+        process.wait_for(mark)
+        process.send(number)
+        expect_saved(tmp_path, [process])
+        assert f"stopped by {number.name}; saved in" in process.read_output()
 
 
-@pytest.mark.process
-def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, forked):
-    settings = [*SMALL, "--config.epochs=400.0"]
-    stopped = forked(tmp_path, *settings)
-    stopped.wait_for("\nstep ")
-    stopped.send(signal.SIGINT)
-    assert stopped.wait(120) == 0
-    assert "stopped by SIGINT; saved in" in stopped.read_output()
-    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
-    assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
-    again = forked(tmp_path, *settings)
-    again.wait_for("\nfound step")
-    again.send(signal.SIGTERM)
-    assert again.wait(120) == 0
-    assert f"found step {saved}" in again.read_output()
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        # Rotations along two axes need heads of a multiple of 4 channels.
+        ({"model": {"options": "depth=1,width=8,heads=2"}}, " --workdir=runs/a_rope_mixed"),
+        ({"model": {"options": "depth=1,width=6,heads=1"}}, " --workdir=runs/a_ape"),
+        ({"init_from": "weights.npz"}, None),
+    ],
+)
+def test_the_next_command_has_a_scheme_that_fits_the_model(settings, end, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
+    model = {"position": "none"} | settings.get("model", {})
+    command = train.next_command(resolve(settings | {"model": model}), pathlib.Path("runs/a"))
+    assert command is None if end is None else command.endswith(end)

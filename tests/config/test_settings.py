@@ -79,14 +79,6 @@ def test_misplaced_settings_are_located(values, message):
         cfg.resolve(values)
 
 
-def test_differences_name_relevant_fields():
-    before = cfg.Config()
-    after = dataclasses.replace(
-        before, seed=1, log_every=7, model=dataclasses.replace(before.model, position="rope2d")
-    )
-    assert cfg.differences(before, after) == ["model.position: None -> 'rope2d'", "seed: 0 -> 1"]
-
-
 OTHERS = (
     "something else",
     7,

@@ -236,13 +236,23 @@ def test_the_command_writes_rows_a_class_table_and_a_picture(tmp_path, capsys, m
         evaluate_command.main([*flags, "--flip"])
 
 
-def test_boxes_have_the_colours_of_their_classes(tmp_path):
-    """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels."""
+def test_boxes_and_masks_have_the_colours_of_their_classes(tmp_path):
+    """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels.
+
+    A mask has half of the colour and half of the image.
+    """
     boxes = np.array([[10.0, 20, 30, 40], [1, 1, 9, 9]])
     truth = Truth(boxes, np.int32([1, 0]), np.array([False, True]), np.array([400.0, 64]))
     detections = ImageDetections(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
-    example = DetectedImage(np.full((48, 48, 3), 9, np.uint8), truth, detections)
-    draw_detections([example, example], ["a", "b", "c"], 3, tmp_path / "p.png")
+    mask = np.zeros((48, 48), bool)
+    mask[25:35, 15:25] = True
+    masks = [[encode_mask(x), encode_mask(np.zeros_like(x))] for x in (mask, ~mask)]
+    pixels = np.full((48, 48, 3), 9, np.uint8)
+    plain = DetectedImage(pixels, truth, detections)
+    filled = DetectedImage(
+        pixels, truth._replace(masks=masks[0]), detections._replace(masks=masks[1])
+    )
+    draw_detections([plain, filled], ["a", "b", "c"], 3, tmp_path / "p.png")
     sheet = decode_image((tmp_path / "p.png").read_bytes())
     assert sheet.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
     colours = class_colours(4)[1:]
@@ -254,20 +264,8 @@ def test_boxes_have_the_colours_of_their_classes(tmp_path):
         assert (edge[5:-5, 5:-5] == 9).all()
     assert (left[89, 10:90] == colours[0]).all()
     assert (right[89, 10:90] == 9).all()  # its score is too low
-
-
-def test_masks_have_the_colours_of_their_classes(tmp_path):
-    """Half of the colour, half of the image."""
-    box, mask = np.array([[10.0, 20, 30, 40]]), np.zeros((48, 48), bool)
-    mask[25:35, 15:25] = True
-    truth = Truth(box, np.int32([1]), np.array([False]), np.array([100.0]), [encode_mask(mask)])
-    found = ImageDetections(box, np.array([0.5]), np.array([2]), [encode_mask(~mask)])
-    example = DetectedImage(np.full((48, 48, 3), 9, np.uint8), truth, found)
-    draw_detections([example], ["a", "b", "c"], 3, tmp_path / "p.png")
-    sheet = decode_image((tmp_path / "p.png").read_bytes())
-    colours = class_colours(4)[1:]
     for start, k, inside in ((12, 1, True), (504, 2, False)):
-        panel = sheet[22 : 22 + 480, start : start + 480]
+        panel = sheet[524 : 524 + 480, start : start + 480]
         mixed = (colours[k].astype(int) + 9) // 2
         assert (panel[255:345, 155:245] == (mixed if inside else 9)).all()
         assert (panel[450:, :] == (9 if inside else mixed)).all()

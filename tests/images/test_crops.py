@@ -1,20 +1,25 @@
+import functools
 import math
 import zlib
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from rope_jax.data import decode_image
+from rope_jax.data.images import device_crops
 from rope_jax.data.images.crops import (
     INTERPOLATIONS,
+    Box,
     centre,
     crop_file,
     crop_pixels,
     resized_crop,
 )
 from rope_jax.data.images.decode import EncodedImage
+from rope_jax.data.images.device_crops import pack
 from tests.images.test_decode import encode
 
 DRAWS = [int(x) for x in np.random.default_rng(0).integers(0, 2**64, 4000, dtype=np.uint64)]
@@ -28,7 +33,11 @@ def smooth(height, width, seed=0):
 
 def test_resized_crop_has_its_distribution():
     width, height = 400, 300
-    boxes = np.array([resized_crop(width, height, (224, 224), draw).edges for draw in DRAWS], float)
+    crop = partial(resized_crop, width, height, (224, 224), interpolation="random")
+    drawn = [crop(draw) for draw in DRAWS]
+    bilinear = [box.interpolation == Image.Resampling.BILINEAR for box in drawn]
+    assert abs(np.mean(bilinear) - 0.5) < 4 * 0.5 / math.sqrt(len(DRAWS))
+    boxes = np.array([box.edges for box in drawn], float)
     left, top, right, bottom = boxes.T
     assert (left.min(), top.min(), right.max(), bottom.max()) == (0, 0, width, height)
     w, h = right - left, bottom - top
@@ -55,12 +64,6 @@ def test_resized_crop_of_extreme_pictures_is_central_and_largest():
     assert resized_crop(1, 1, (8, 8), 1).edges == (0, 0, 1, 1)
 
 
-def test_random_interpolation_uses_both_equally_often():
-    crop = partial(resized_crop, 40, 30, (8, 8), interpolation="random")
-    bilinear = [crop(draw).interpolation == Image.Resampling.BILINEAR for draw in DRAWS]
-    assert abs(np.mean(bilinear) - 0.5) < 4 * 0.5 / math.sqrt(len(DRAWS))
-
-
 @pytest.mark.parametrize("name", ["bilinear", "bicubic"])
 def test_resized_crop_cuts_before_resizing(name):
     image, crop = smooth(60, 90), partial(resized_crop, interpolation=name)
@@ -71,45 +74,32 @@ def test_resized_crop_cuts_before_resizing(name):
         np.testing.assert_array_equal(crop_pixels(image, crop, (16, 24), draw), expected)
 
 
-@pytest.mark.parametrize("shape", [(60, 90), (91, 60), (40, 133)])
-@pytest.mark.parametrize(("size", "crop"), [((32, 32), 0.875), ((24, 40), 0.95)])
-def test_centre_resizes_then_crops(shape, size, crop):
-    """The short side becomes floor(size / crop), the long one follows, rounded down."""
-    image = smooth(*shape)
-    height, width = shape
-    rows, columns = math.floor(size[0] / crop), math.floor(size[1] / crop)
-    low = rows, max(columns, int(width * rows / height))
-    high = max(rows, int(height * columns / width)), columns
-    full_size = low if width * rows >= height * columns else high
-    resized = np.asarray(Image.fromarray(image).resize(full_size[::-1], Image.Resampling.BICUBIC))
-    top, left = round((full_size[0] - size[0]) / 2), round((full_size[1] - size[1]) / 2)
-    expected = resized[top : top + size[0], left : left + size[1]]
-    np.testing.assert_array_equal(crop_pixels(image, partial(centre, crop=crop), size), expected)
-
-
-# Width and height of a picture, side of the result and crop; resized (width, height) and corner
-# (left, top) of torchvision's Resize and CenterCrop, and the checksum of their pixels.
+# Width and height of a picture, height and width of the result, and crop; resized (width, height)
+# and corner (left, top) of torchvision's Resize and CenterCrop, and the checksum of their pixels.
 TORCHVISION = [
-    ((500, 375), 224, 0.875, (341, 256), (58, 16), 0x7B624C03),
-    ((375, 500), 224, 0.875, (256, 341), (16, 58), 0x857880E2),
-    ((333, 500), 224, 0.9, (248, 372), (12, 74), 0x4D11EA31),
-    ((640, 427), 384, 1.0, (575, 384), (96, 0), 0xB8B65811),
-    ((77, 50), 32, 1.0, (49, 32), (8, 0), 0xED856C57),
-    ((301, 299), 160, 0.875, (183, 182), (12, 11), 0x17788526),
-    ((43, 532), 96, 0.9, (106, 1311), (5, 608), 0xF25B0CC3),
-    ((1000, 1000), 224, 224 / 256, (256, 256), (16, 16), None),
-    ((1000, 1000), 240, 0.95, (252, 252), (6, 6), None),
+    ((500, 375), (224, 224), 0.875, (341, 256), (58, 16), 0x7B624C03),
+    ((375, 500), (224, 224), 0.875, (256, 341), (16, 58), 0x857880E2),
+    ((333, 500), (224, 224), 0.9, (248, 372), (12, 74), 0x4D11EA31),
+    ((640, 427), (384, 384), 1.0, (575, 384), (96, 0), 0xB8B65811),
+    ((77, 50), (32, 32), 1.0, (49, 32), (8, 0), 0xED856C57),
+    ((301, 299), (160, 160), 0.875, (183, 182), (12, 11), 0x17788526),
+    ((43, 532), (96, 96), 0.9, (106, 1311), (5, 608), 0xF25B0CC3),
+    ((1000, 1000), (224, 224), 224 / 256, (256, 256), (16, 16), None),
+    ((1000, 1000), (240, 240), 0.95, (252, 252), (6, 6), None),
+    # Which torchvision does not have: each side is at least as large as that of the result.
+    ((90, 60), (24, 40), 0.95, (42, 28), (1, 2), None),
+    ((40, 133), (24, 40), 0.95, (42, 139), (1, 58), None),
 ]
 
 
-@pytest.mark.parametrize(("shape", "side", "crop", "resized", "corner", "checksum"), TORCHVISION)
-def test_pixels_match_torchvision(shape, side, crop, resized, corner, checksum):
-    box = centre(*shape, (side, side), crop=crop)
+@pytest.mark.parametrize(("shape", "size", "crop", "resized", "corner", "checksum"), TORCHVISION)
+def test_pixels_match_torchvision(shape, size, crop, resized, corner, checksum):
+    box = centre(*shape, size, crop=crop)
     assert (box.resized, box.edges[:2]) == (resized, corner)
     if checksum is not None:
         y, x = np.mgrid[: shape[1], : shape[0]]
         pattern = np.stack([(x * 7 + y * 3) % 256, (x * x // 5 + y) % 256, (x ^ y) % 256], axis=-1)
-        cropped = crop_pixels(pattern.astype(np.uint8), partial(centre, crop=crop), (side, side))
+        cropped = crop_pixels(pattern.astype(np.uint8), partial(centre, crop=crop), size)
         assert zlib.crc32(cropped.tobytes()) == checksum
 
 
@@ -156,3 +146,49 @@ def test_large_jpegs_are_decoded_at_reduced_size(side, reduce, monkeypatch):
         crop_file(EncodedImage(data), centre, (32, 32)),
         crop_pixels(decode_image(data), centre, (32, 32)),
     )
+
+
+def words(packed):
+    return np.array([packed >> 32, packed & 0xFFFFFFFF], np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"), [((16, 16), (16, 16)), ((24, 40), (24, 40)), ((24, 40), (11, 28))]
+)
+def test_boxes_match_pillow(shape, size):
+    """Random boxes, the smallest, and the whole image, enlarged and reduced."""
+    rng = np.random.default_rng(0)
+    crop = functools.partial(resized_crop, scale_min=0.05, interpolation="random")
+    draws = rng.integers(0, 2**64, 390, np.uint64)
+    boxes = [crop(shape[1], shape[0], size, int(draw)) for draw in draws]
+    bilinear, bicubic = Image.Resampling.BILINEAR, Image.Resampling.BICUBIC
+    assert {box.interpolation for box in boxes} == {bilinear, bicubic}
+    edges = (0, 0, *shape[::-1]), (15, 15, 16, 16), (3, 0, 4, 16), (0, 14, 16, 16), (5, 6, 7, 9)
+    boxes += [
+        Box(box_edges, kind, alone=True) for box_edges in edges for kind in (bilinear, bicubic)
+    ]
+    # The steepest images there are: the cubic goes beyond 0 and 255.
+    images = rng.integers(0, 2, (400, *shape, 3), np.uint8) * 255
+    images[::2] = rng.integers(0, 256, images[::2].shape, np.uint8)
+    resize = jax.jit(jax.vmap(functools.partial(device_crops.resized_crop, size=size)))
+    results = np.asarray(resize(images, np.stack([words(pack(box)) for box in boxes])))
+    for image, box, result in zip(images, boxes, results, strict=True):
+        part = Image.fromarray(image).crop(box.edges)
+        wide = part.resize((size[1], part.height), box.interpolation)
+        np.testing.assert_array_equal(result, wide.resize(size[::-1], box.interpolation))
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((0, 0, 4, 4), Image.Resampling.LANCZOS, alone=True),
+        Box((0, 0, 4, 4), Image.Resampling.BICUBIC),
+        Box((0, 0, 2**15, 4), Image.Resampling.BICUBIC, alone=True),
+    ],
+)
+def test_unsupported_boxes_are_refused(box):
+    with pytest.raises(
+        ValueError,
+        match="cannot be cut on the device: boxes are of whole pixels below 32768, bilinear or",
+    ):
+        pack(box)

@@ -1,13 +1,11 @@
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 
-from rope_jax.data import Images, ahead, batches, epoch_length, evaluation_batches
+from rope_jax.data import Images, batches, epoch_length, evaluation_batches
 from rope_jax.data.order import batch_examples, permutation
-from rope_jax.training.signals import Interrupted
 from tests.images.streams import assert_same, join_batches, take
 
 
@@ -159,28 +157,3 @@ def test_repeated_augmentation():
     copies = got["image"][got["label"] == got["label"][0]]
     assert len(copies) == 3
     assert len({copy.tobytes() for copy in copies}) > 1
-
-
-def test_missing_batches_are_reported_and_can_be_abandoned(capsys, monkeypatch):
-    """Simulates a file system that does not answer."""
-    answer, waited = threading.Event(), []
-
-    def batches():
-        yield {"label": np.zeros(1)}
-        answer.wait(60)
-        yield {"label": np.ones(1)}
-
-    def waiting(seconds):
-        waited.append(seconds)
-        raise Interrupted
-
-    monkeypatch.setattr(ahead, "_WARN_EVERY", 1)
-    monkeypatch.setattr(ahead, "_PATIENCE", 0.05)
-    stream = ahead.Ahead(batches(), "the images of here", waiting)
-    next(stream)
-    with pytest.raises(Interrupted):
-        next(stream)
-    assert waited == [1]
-    assert "1 s without a batch: waiting for the images of here" in capsys.readouterr().err
-    stream.close()  # does not wait for it
-    answer.set()

@@ -10,7 +10,6 @@ from rope_jax.commands import evaluate, train
 from rope_jax.papers import published
 from rope_jax.papers.declared import ARTIFACTS, DECLARED, find_artifacts, sides_by_model
 from rope_jax.papers.figures import Curves, Gains
-from rope_jax.papers.kinds import Artifact
 from rope_jax.papers.lab import Lab
 from rope_jax.papers.published import same_position
 from rope_jax.papers.runs import Run, stand_in
@@ -191,8 +190,3 @@ def test_ids_name_tables_papers_and_all():
 )
 def test_settings_agree_as_numbers_or_words(printed, ours, same):
     assert agrees(printed, ours) is same
-
-
-def test_artifacts_without_runs_need_nothing(tmp_path):
-    artifact: Artifact = ARTIFACTS["cat/figure_decay"]
-    assert artifact.runs(Lab("full", tmp_path)) == []

@@ -85,10 +85,7 @@ LINE = "step   7/100  loss 1.5000  accuracy 0.250  lr 1.00e-03  1,234 images/s, 
 @pytest.mark.parametrize(
     ("values", "end"),
     [
-        ({"eta_seconds": 61.0}, "1:01 left"),
         ({"eta_seconds": 59.6}, "1:00 left"),
-        ({"eta_seconds": 3599.0}, "59:59 left"),
-        ({"eta_seconds": 3600.0}, "1:00:00 left"),
         ({"eta_seconds": 270_061.0}, "75:01:01 left"),
         ({"eta_seconds": 61.0, "of_best": 0.9, "data_wait": 0.05}, "1:01 left"),
         (
@@ -107,13 +104,6 @@ def test_the_parameter_table_joins_blocks():
     rows = [line.split() for line in parameter_table(params).splitlines()]
     assert ["blocks.*.w", "2x3", "2", "12"] in rows
     assert rows[-1] == ["total", "16"]
-
-
-def test_tensorboard_is_optional(tmp_path):
-    pytest.importorskip("tensorboardX", reason="TensorBoard files need the extra `log`")
-    with MetricsWriter(tmp_path, restored_step=0, tensorboard=True) as writer:
-        writer.write(1, {"loss": 1.0})
-    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_a_log_that_is_a_pipe_is_refused(tmp_path):

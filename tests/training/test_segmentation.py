@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,8 +11,7 @@ from rope_jax import data
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import read_results
-from rope_jax.tasks import seeds
-from rope_jax.training.setup import prepare
+from tests.tasks.iou import assert_scores
 from tests.training.recipe import (
     assert_same_end,
     final_state,
@@ -21,7 +19,6 @@ from tests.training.recipe import (
     run,
     run_in_parts,
     start_from,
-    tiny,
 )
 
 SCENES = {
@@ -100,13 +97,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(finished):
     images = data.load("scenes", split="test", image_size=(12, 20))
     x = (images.images / np.float32(255) - config.data.mean) / config.data.std
     classes = logits(model, x.astype(np.float32)).argmax(-1)
-    # [classes, ...]: the predicted and the true pixels.
-    predicted, present = (x == np.arange(11)[:, None, None, None] for x in (classes, images.labels))
-    intersection, union = (x.sum((1, 2, 3)) for x in (predicted & present, predicted | present))
-    iou = [int(a) / int(b) if b else None for a, b in zip(intersection, union, strict=True)]
-    assert row["iou"] == pytest.approx(iou, abs=1e-12)
-    assert row["miou"] == pytest.approx(np.mean([x for x in iou if x is not None]), abs=1e-12)
-    assert row["accuracy"] == pytest.approx((classes == images.labels).mean(), abs=1e-12)
+    assert_scores(row, classes, images.labels, 11)
     assert row["count"] == 12
 
 
@@ -118,12 +109,6 @@ def test_interrupted_runs_resume_bit_for_bit(tmp_path, finished):
     four_maps = settings["model__head"].startswith(("upernet", "mask2former"))
     # The statistics of the batch norm between a ViT and such heads.
     assert ("stats" in final_state(tmp_path, **settings)) == four_maps
-
-
-@pytest.mark.parametrize("classes", [10, 12])
-def test_the_number_of_classes_must_match_the_images(classes):
-    with pytest.raises(ConfigError, match=f"{classes}, but scenes has 11 classes: use 11, or"):
-        prepare(tiny(**HEADS["linear"] | {"model__num_classes": classes}))
 
 
 @pytest.mark.slow
@@ -146,19 +131,3 @@ def test_runs_start_from_a_classifier_or_another_backbone(tmp_path, capsys):
     other = start_from(saved, **changes | {"model__head": "linear"})
     np.testing.assert_array_equal(other.backbone.blocks.attn.qkv.kernel[...], kernel)
     assert "weights of a model with the head 'upernet': new norm, head" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_several_seeds_match_separate_runs(tmp_path):
-    # Adam would amplify the rounding of gradients near 0 to full steps.
-    common = UPERNET | {"data__on_device": True, "optim__name": "sgd", "optim__learning_rate": 0.1}
-    joint, alone = common | {"seeds": 2}, common | {"seed": 1}
-    run(tmp_path / "both", **joint)
-    run(tmp_path / "alone", **alone)
-    second = seeds.split(final_state(tmp_path / "both", **joint), 2)[1]
-    other = final_state(tmp_path / "alone", **alone)
-    close = lambda result, reference: np.testing.assert_allclose(
-        result, reference, rtol=0, atol=5e-6
-    )
-    jax.tree.map(close, second, other)
-    assert [row["seed"] for row in read_rows(tmp_path / "both")] == [0, 1, 0, 1]
