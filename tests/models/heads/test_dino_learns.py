@@ -37,6 +37,19 @@ def make_batch(images):
     }
 
 
+def precision(model, images, batch, config):
+    """The scores of a model on the images that it was trained on."""
+    prepared = TASKS["detection"].prepare_batch(batch, config, seed=0, key=jax.random.key(0))
+    graph, state = nnx.split(model)
+    detections = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(
+        state, prepared["image"], prepared["extent"]
+    )
+    truth = batch | {"original": batch["extent"], "mask": jnp.ones(SCENES, bool)}
+    task = TASKS["detection"]
+    part = jax.tree.map(np.asarray, task.count(detections, truth, images))
+    return task.scores([task.collect(part)], images)
+
+
 @pytest.mark.slow
 def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "train", SCENES)
@@ -74,3 +87,5 @@ def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
     for number in range(STEPS):
         params, state, (_, hit_rate) = step(params, state, jax.random.key(number))
     assert hit_rate > 0.95  # of the boxes, in the last step
+    model = nnx.merge(graph, params, others)
+    assert precision(model, images, batch, config)["ap50"] > 0.95
