@@ -16,6 +16,8 @@ import jaxtyping
 import pytest
 
 HERE = pathlib.Path(__file__).parent
+# Image sets that may not be shipped.
+IMAGES = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"))
 _PACKAGES = ("rope_jax", "rope_jax_kernels")
 if imported := sorted(name for name in sys.modules if name.split(".")[0] in _PACKAGES):
     raise RuntimeError(
@@ -113,13 +115,18 @@ def _runs_elsewhere(path):
 @pytest.hookimpl(trylast=True)  # of those that `-m` and `-k` leave
 def pytest_collection_modifyitems(config, items):
     """Deselects tests that this machine cannot run or `--sample` does not draw."""
-    kept = []
+    kept, images = [], 0
     for item in items:
+        names = [mark.args[0] for mark in item.iter_markers("images")]
         # `pytest_ignore_collect` does not see a folder or a file named on the command line.
         if commands := [*filter(None, map(_runs_elsewhere, item.path.parents))]:
             _left_out.update(commands)
-        else:
+        elif all((IMAGES / name).exists() for name in names):
             kept.append(item)
+        else:
+            images += 1
+    if images:
+        _left_out.add(f"{images} that need images (ROPE_JAX_TEST_IMAGES, a folder of them)")
     if (one_in := config.getoption("sample")) > 1:
         kept = sample(kept, one_in, config.getoption("sample_seed"))
     if len(kept) < len(items):

@@ -1,11 +1,15 @@
 import contextlib
+import csv
 import io
 import itertools
+import os
 import re
 import struct
 import subprocess
 import sys
+import tarfile
 import tracemalloc
+import warnings
 import zlib
 from pathlib import Path
 
@@ -359,3 +363,37 @@ def test_peak_memory_of_a_long_strip_of_bombs_and_of_the_largest_images(tmp_path
     assert re.match(r"refused .*30000 x 30000 pixels are too many", bomb)
     assert peaks[0] < 7 * GIGABYTE // 10
     assert peaks[-1] < GIGABYTE
+
+
+@pytest.mark.images("odd_images.tar")
+def test_odd_images_decode_like_pillow(tmp_path):
+    with tarfile.open(Path(os.environ["ROPE_JAX_TEST_IMAGES"], "odd_images.tar")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    with open(tmp_path / "expected.csv", newline="") as file:
+        rows = [(row[0], row[2]) for row in csv.reader(file, delimiter="|")][1:]
+    decoded = 0
+    for name, result in rows:
+        data = (tmp_path / name).read_bytes()
+        if result != "ok" or name.endswith((".gif", ".tga", ".j2k")):
+            with pytest.raises(ValueError, match=r"."):
+                decode_image(data)
+            continue
+        with warnings.catch_warnings():  # Pillow's own, about damaged Exif
+            warnings.simplefilter("ignore")
+            image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        if image.mode.startswith("I"):
+            expected = np.rint(np.asarray(image) / 257)[:, :, None]
+        elif image.has_transparency_data:
+            image = image.convert("RGBA")
+            expected = np.asarray(
+                Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            )[:, :, :3]
+        else:
+            expected = np.asarray(image.convert("RGB"))
+        assert EncodedImage(data).size == image.size
+        difference = np.abs(decode_image(data).astype(int) - expected)
+        if name == "pillow/i_trns.png":  # has a colour key, which Pillow ignores in 16 bits
+            difference[decode_image(data) == 255] = 0
+        assert difference.max() <= 1, name
+        decoded += 1
+    assert decoded > 50

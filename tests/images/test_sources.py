@@ -1,6 +1,7 @@
 import gzip
 import os
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,6 +152,15 @@ def test_idx_refuses_damaged_compression(tmp_path):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"ubyte\.gz is not a valid idx file"):
             load("idx", str(tmp_path), "train", None)
+
+
+@pytest.mark.images("fashion_mnist")
+def test_fashion_mnist():
+    folder = Path(os.environ["ROPE_JAX_TEST_IMAGES"], "fashion_mnist")
+    train, test = load("idx", str(folder), "train", None), load("idx", str(folder), "test", None)
+    assert np.bincount(train.labels).tolist() == [6_000] * 10
+    assert np.bincount(test.labels).tolist() == [1_000] * 10
+    assert abs(train.images.mean() / 255 - 0.2860) < 1e-4  # the set's published mean
 
 
 @pytest.mark.parametrize(
