@@ -113,7 +113,7 @@ def take(
     labels: Integer[Array, "n ..."],
     batch: dict[str, Array],
     augment: str,
-    size: tuple[int, int],
+    size: tuple[int, int] | None = None,
 ) -> dict[str, Array]:
     """The batch of `rope_jax.data.batches`, from the whole data set on the device.
 
@@ -122,7 +122,7 @@ def take(
         labels: int32 [n], or uint8 [n, H, W] of pixels.
         batch: from `DeviceBatches`.
         augment: as for `DeviceBatches`.
-        size: (h, w) of the result.
+        size: (h, w) of the result; None for that of `images`.
 
     Returns:
         `image` uint8 [b, h, w, 3], `label`, `epoch` and `index` int32 [b].
@@ -132,7 +132,7 @@ def take(
     for number, augmentation in enumerate(parse_loader(augment)):
         options = dict(augmentation.options)
         if augmentation.entry.stage == CROP:
-            options["size"] = size
+            options["size"] = size or images.shape[1:3]
         function = jax.vmap(functools.partial(augmentation.entry.on_device, **options))
         draws = batch["draws"][:, number]
         pixels = function(pixels, draws)
