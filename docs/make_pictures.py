@@ -146,6 +146,7 @@ PICTURES = [
         {"part": "tiny_imagenet"},
         "A small ViT on 20 classes of Tiny-ImageNet, trained on random crops",
         functools.partial(draw_by_scheme, schemes=TINY_CURVES),
+        4.8,
     ),
     Picture(
         "fashion.png",
