@@ -1,6 +1,5 @@
 import html
 import json
-import pathlib
 import re
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 
 from rope_jax import config as cfg
 from rope_jax.analysis import comparison_page
-from rope_jax.analysis.comparison import paired_differences, score
-from rope_jax.analysis.intervals import newcombe, student, wilson
-from rope_jax.analysis.runs import RunResults
+from rope_jax.analysis.comparison import score
+from rope_jax.analysis.intervals import student, wilson
 from rope_jax.commands import report
 from rope_jax.evaluate import add_evaluation, curves, write_results
 from rope_jax.names import plugins
@@ -260,42 +258,3 @@ def test_without_matplotlib_the_page_has_no_pictures(tmp_path, monkeypatch, caps
     report.main([str(workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)), losses=(1.0,)))])
     assert "<img" not in (tmp_path / "report.html").read_text()
     assert "pip install 'rope_jax[plot]'" in capsys.readouterr().out
-
-
-def run(position, seed, *results):
-    config = cfg.resolve({"model": {"position": position}, "seed": seed})
-    return RunResults(pathlib.Path("a"), config, 1, rows(*results), (), ())
-
-
-def test_equal_seeds_are_paired():
-    """The spread between seeds, which both schemes share, does not widen the interval."""
-    size = (8, 8)
-    base = [run("ape", seed, (size, top1)) for seed, top1 in enumerate((0.50, 0.70, 0.90))]
-    other = [run("rope2d", seed, (size, top1)) for seed, top1 in enumerate((0.54, 0.73, 0.92))]
-    difference = paired_differences({"ape": base, "rope2d": other[::-1]})["rope2d"][size]
-    half = 4.302653 * 0.01 / 3**0.5  # Student's t with two degrees of freedom
-    expected = (0.03, 0.03 - half, 0.03 + half)
-    np.testing.assert_allclose(difference, expected, rtol=1e-5)
-    assert difference.text("+") == "+3.0 [+0.5, +5.5]"
-
-
-def test_unmatched_seeds_and_resolutions_are_skipped():
-    base = [run("ape", 0, ((8, 8), 0.5), ((9, 9), 0.4)), run("ape", 1, ((8, 8), 0.6))]
-    other = [run("none", 1, ((8, 8), 0.5), ((7, 7), 0.5)), run("none", 2, ((8, 8), 0.1))]
-    differences = paired_differences({"ape": base, "none": other})
-    assert {name: list(by_size) for name, by_size in differences.items()} == {"none": [(8, 8)]}
-    mean, *interval = differences["none"][8, 8]
-    assert round(mean, 6) == -0.1
-    assert tuple(interval) == newcombe(0.5, 360, 0.6, 360)
-    assert paired_differences({"ape": base}) == {}
-
-
-def test_the_interval_for_images_matches_the_publication():
-    """Newcombe 1998, Statistics in Medicine 17, table II, method 10."""
-    for counts, interval in (
-        ((56, 70, 48, 80), (0.0524, 0.3339)),
-        ((9, 10, 3, 10), (0.1705, 0.8090)),
-        ((10, 10, 0, 10), (0.6075, 1.0)),
-    ):
-        a, n, b, m = counts
-        assert newcombe(a / n, n, b / m, m) == pytest.approx(interval, abs=1e-4)

@@ -83,6 +83,27 @@ def test_images_of_the_test_split(tmp_path):
     np.testing.assert_array_equal(np.concatenate(batches), first)
 
 
+def test_rotations(command):
+    numbers, _ = command("fourier", *DIGITS, "--position=rope_mixed")
+    assert list(numbers["maps"]) == ["all layers", "layer 1", "layer 2", "nearest bins"]
+    assert numbers["maps"]["all layers"][2][2] == pytest.approx(1)
+    numbers, pictures = command("decay", *DIGITS)
+    assert numbers["score"][0] == pytest.approx(1)
+    assert pictures == ["decay.png", "fourier.png"]
+
+
+def test_positions_and_costs(command, capsys):
+    numbers, _ = command("correlation", *DIGITS, "--position=lape(ape)", "--token=3")
+    assert numbers["maps"]["layer 1"][0][3] == pytest.approx(1)
+    schemes = ["--positions", "none", "rope2d", "--image_size=8"]
+    numbers, _ = command("costs", "--model=vit_digits", *schemes)
+    assert [row["position"] for row in numbers["rows"]] == ["none", "rope2d"]
+    assert "operations" in capsys.readouterr().out
+    numbers, pictures = command("angles", "--widths=16", "--heads=2")
+    assert len(numbers["table31, d=16"]) == 16
+    assert pictures == ["angles_16.png", "correlation.png", "costs.png"]
+
+
 def test_several_models_and_sizes_have_files_of_their_own_and_common_pictures(tmp_path, capsys):
     save_run(tmp_path / "a", 2, position="ape")
     save_run(tmp_path / "b", 2, position="lape(ape)")
@@ -128,39 +149,3 @@ def test_panels_have_one_colour_bar_and_marked_tokens(figures, tmp_path):
     assert crosses == [[(2, 1)] * 2, [(2, 2)] * 4]
     for figure, label in zip(figures, ("cosine similarity", "relative to"), strict=True):
         assert figure.axes[-1].get_ylabel().startswith(label)
-
-
-@pytest.mark.parametrize(
-    ("words", "check", "picture"),
-    [
-        (
-            ["fourier", *DIGITS, "--position=rope_mixed"],
-            lambda numbers: (
-                list(numbers["maps"]) == ["all layers", "layer 1", "layer 2", "nearest bins"]
-                and numbers["maps"]["all layers"][2][2] == pytest.approx(1)
-            ),
-            "fourier.png",
-        ),
-        (["decay", *DIGITS], lambda x: x["score"][0] == pytest.approx(1), "decay.png"),
-        (
-            ["correlation", *DIGITS, "--position=lape(ape)", "--token=3"],
-            lambda x: x["maps"]["layer 1"][0][3] == pytest.approx(1),
-            "correlation.png",
-        ),
-        (
-            ["costs", "--model=vit_digits", "--positions", "none", "rope2d", "--image_size=8"],
-            lambda x: [row["position"] for row in x["rows"]] == ["none", "rope2d"],
-            "costs.png",
-        ),
-        (
-            ["angles", "--widths=16", "--heads=2"],
-            lambda x: len(x["table31, d=16"]) == 16,
-            "angles_16.png",
-        ),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else "",
-)
-def test_commands_write_numbers_and_a_picture(command, words, check, picture):
-    numbers, pictures = command(*words)
-    assert check(numbers)
-    assert pictures == [picture]

@@ -1,4 +1,4 @@
-"""The command `rope_jax`: its sub-commands, the help of each, and `tune`."""
+"""The command `rope_jax`: its sub-commands, and the help of each."""
 
 import contextlib
 import os
@@ -6,14 +6,10 @@ import re
 import subprocess
 import sys
 
-import jax
 import pytest
 
-import rope_jax.commands.tune
 from rope_jax import __main__ as command
 from rope_jax import config as cfg
-from rope_jax_kernels import Choices
-from rope_jax_kernels.tuning.choices import Choice, Measured
 
 DIGITS = ["--model=vit_digits", "--options=depth=1,width=16,heads=1"]
 
@@ -125,66 +121,3 @@ def test_closed_pipes_are_not_errors(words, monkeypatch):
         sys.stdout.flush()  # as at the end of a process
     with contextlib.suppress(BrokenPipeError):
         stream.close()
-
-
-SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"]
-
-
-def calls(*arguments):
-    return rope_jax.commands.tune.trace_calls(
-        rope_jax.commands.tune.make_parser().parse_args([*SMALL, *arguments])
-    )
-
-
-def test_on_a_cpu_there_is_nothing_to_tune(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
-    rope_jax.commands.tune.main(SMALL)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line == 'nothing to tune: kernels need a GPU, and this is cpu; "xla" serves every call'
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_calls_of_evaluation_and_of_training(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 8)  # calls are those of a single one
-    (call,) = calls("--position=axial_rope")
-    assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] pattern=Global()")
-    assert (call.count, call.direction) == (2, "forward")
-    (call,) = calls("--position=axial_rope", "--train", "--dtype=float32", "--resolution=8x12")
-    assert call.key.startswith("attention_qkv qkv=float32[4,24,3,1,16]")
-    assert call.gradients == {"qkv"}
-    (call,) = calls("--position=rope_mixed", "--train")
-    assert call.gradients == {"qkv", "rotation.freqs"}
-
-
-def choices():
-    times = {"xla": 40.0, "triton": 10.0, "triton forward=64x32x4x2": 8.0}
-    choice = Choice("triton", (("forward", (64, 32, 4, 2)),))
-    measured = Measured(choice, "xla", times, {"mosaic": "is wrong: output 0"})
-    return Choices("NVIDIA H200", jax.__version__, {"a call": {"forward": measured}})
-
-
-def test_the_table():
-    title, header, _, *rows = rope_jax.commands.tune.table(choices()).splitlines()
-    assert title == "a call, forward"
-    assert header.split() == ["candidate", "microseconds", "gain"]
-    assert [" ".join(row.split()) for row in rows] == [
-        "triton forward=64x32x4x2 8.0 5.00x choice",
-        "triton 10.0 4.00x",
-        "xla 40.0 1.00x default",
-        "mosaic - - is wrong: output 0",
-    ]
-    assert (
-        rope_jax.commands.tune.table(Choices()) == "no call has more than one implementation here"
-    )
-
-
-@pytest.mark.parametrize("out", [True, False])
-def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
-    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(rope_jax.commands.tune, "nothing_to_tune", lambda: None)
-    monkeypatch.setattr(rope_jax.commands.tune, "tune", lambda calls, seconds: choices())
-    path = tmp_path / "own.json" if out else tmp_path / "cache" / "kernels"
-    rope_jax.commands.tune.main([*SMALL, *([f"--out={path}"] if out else [])])
-    written = path if out else next(path.iterdir())
-    assert Choices.load(written).calls == choices().calls
-    assert capsys.readouterr().out.endswith(f"choices: {written}\n")

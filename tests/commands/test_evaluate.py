@@ -1,6 +1,7 @@
 import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -225,3 +226,14 @@ def test_tables_of_offsets_shrink_as_requested():
     assert model.position.shrink == "bicubic"  # the model itself stays
     with pytest.raises(ConfigError, match="--rpb_shrink=crop is for models with the scheme rpb"):
         evaluate.at_resolution(make(position="none"), (32, 48), rpb_shrink="crop")
+
+
+def test_windows_grow_with_the_image():
+    model = rope_jax.create_model(
+        "swin_t", depths=(1,), heads=(2,), width=8, image_size=224, num_classes=2
+    )
+    scaled = evaluate.at_resolution(model, (256, 256), scale_windows=True)
+    assert scaled.patterns(0, (64, 64))[0].size == (8, 8)
+    assert scaled.stages[0].position.terms((64, 64)).layer(0).bias.shape == (2, 15 * 15)
+    assert model.patterns(0, (64, 64))[0].size == (7, 7)  # the model itself stays
+    assert jax.tree.structure(nnx.state(scaled)) == jax.tree.structure(nnx.state(model))

@@ -7,8 +7,8 @@ import pytest
 
 import rope_jax
 from rope_jax.commands import reproduce
+from rope_jax.evaluate.results import write_results
 from rope_jax.papers import published
-from tests.analysis.test_report import rows, workdir
 
 SMOKE = "--scale=smoke"
 ABLATIONS = "cat/table_4"
@@ -124,13 +124,21 @@ def test_the_list_has_every_table_and_figure(tmp_path, capsys):
     assert len(lines) == 2 + 40
 
 
-def test_wrong_input_is_one_line(tmp_path, capsys):
+def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
+    folder, _ = ablation
     refused(tmp_path, "heo/figure_44", SMOKE)
     refused(tmp_path, "heo/figure_4", SMOKE, "--only=rope_mixe")
     refused(tmp_path, "heo/figure_4", "--scale=full")
     refused(tmp_path, "heo/figure_4", "--data=missing.npz")
-    of_set = lambda name: rows(((8, 8), 0.5), dataset=name)
-    workdirs = [str(workdir(tmp_path / x, "cat_rope", of_set(x), model="cat_5")) for x in "ab"]
+    workdirs = []
+    for name in ("a", "b"):
+        workdir = tmp_path / name
+        workdir.mkdir()
+        source = next((folder / "smoke").iterdir())
+        (workdir / "config.json").write_bytes((source / "config.json").read_bytes())
+        row = {"resolution": [8, 8], "top1": 0.5, "dataset": name, "protocol": "", "split": "test"}
+        write_results(workdir, 1, [row])
+        workdirs.append(str(workdir))
     refused(tmp_path, "heo/figure_4", f"--runs={','.join(workdirs)}")
     (tmp_path / "results.json").write_text('{"version": "0.0.1", "artifacts": {}}')
     refused(tmp_path, "cat/table_2", SMOKE)

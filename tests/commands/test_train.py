@@ -144,6 +144,22 @@ def test_the_next_command_keeps_the_arguments(monkeypatch):
     ]
 
 
+def test_runs_from_weights_have_no_next_command():
+    config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
+    assert train.next_command(config, pathlib.Path("runs/a")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],
+)
+def test_the_next_command_has_a_scheme_that_fits_the_model(options, other, monkeypatch):
+    """Rotations along two axes need heads of a multiple of 4 channels."""
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
+    config = resolve({"model": {"position": "none", "options": options}})
+    assert train.next_command(config, pathlib.Path("runs/a")).endswith(f"--workdir=runs/a_{other}")
+
+
 @pytest.mark.process
 def test_missing_devices_are_reported_in_one_line(tmp_path):
     arguments = ["--config=configs/digits.py", f"--workdir={tmp_path}/run"]
@@ -190,19 +206,3 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path):
         process.send(number)
         expect_saved(tmp_path, [process])
         assert f"stopped by {number.name}; saved in" in process.read_output()
-
-
-@pytest.mark.parametrize(
-    ("settings", "end"),
-    [
-        # Rotations along two axes need heads of a multiple of 4 channels.
-        ({"model": {"options": "depth=1,width=8,heads=2"}}, " --workdir=runs/a_rope_mixed"),
-        ({"model": {"options": "depth=1,width=6,heads=1"}}, " --workdir=runs/a_ape"),
-        ({"init_from": "weights.npz"}, None),
-    ],
-)
-def test_the_next_command_has_a_scheme_that_fits_the_model(settings, end, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
-    model = {"position": "none"} | settings.get("model", {})
-    command = train.next_command(resolve(settings | {"model": model}), pathlib.Path("runs/a"))
-    assert command is None if end is None else command.endswith(end)

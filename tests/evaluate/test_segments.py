@@ -21,7 +21,6 @@ from rope_jax.tasks import TASKS
 from rope_jax.tasks.dense import check_classes, side_multiple
 from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.tasks.segments import Views
-from rope_jax.tasks.windows import Windows, resize_image
 from tests.refusals import expect_refusal
 from tests.small_run import save_run
 from tests.tasks.iou import assert_scores
@@ -204,82 +203,3 @@ def test_images_of_other_classes_are_refused(masks):
     model.num_classes, model.class_names = 3, ("low", "high", "middle")
     with pytest.raises(ConfigError, match="other classes than set: label 1"):
         check_classes(model, masks)
-
-
-WEIGHTS = np.random.default_rng(5).standard_normal((3, 4)).astype(np.float32)
-
-
-def pointwise(weights, images):
-    """A model of single pixels, which windows and canvases must not change."""
-    return images @ weights
-
-
-def picture(height, width, seed=0):
-    return np.random.default_rng(seed).standard_normal((height, width, 3)).astype(np.float32)
-
-
-def make(**options):
-    return Windows(
-        pointwise, mesh=make_mesh(), **{"size": (8, 8), "stride": 5, "batch": 3} | options
-    )
-
-
-def softmax(logits):
-    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
-    return exponentials / exponentials.sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize(
-    ("window", "size"),
-    [((8, 8), (19, 11)), (None, (19, 11)), ((8, 8), (5, 20))],  # the last is padded
-)
-def test_windows_do_not_change_a_pointwise_model(window, size):
-    image = picture(*size)
-    scores = make(size=window).scores(WEIGHTS, [(image, False)], size)
-    np.testing.assert_allclose(scores[: size[0], : size[1]], softmax(image @ WEIGHTS), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("probabilities", "definition"),
-    [(jax.nn.softmax, softmax), (lambda scores: scores, lambda scores: scores)],
-)
-def test_views_are_resized_flipped_back_and_averaged(probabilities, definition):
-    """Scores other than logits, like those of Mask2Former, are not changed."""
-    image, original = picture(12, 10), (19, 11)
-    small = resize_image(image, (8, 9))
-    windows = make(probabilities=probabilities)
-    views = [(image, False), (image[:, ::-1], True), (small, False)]
-    scores = np.asarray(windows.scores(WEIGHTS, views, original))[:19, :11]
-    expected = [definition(logits(view, original)) for view in (image, image, small)]
-    np.testing.assert_allclose(scores, np.mean(expected, axis=0), atol=1e-5)
-
-
-def logits(view, original):
-    """Bilinear resizing of each class's logits."""
-    planes = np.moveaxis(view @ WEIGHTS, -1, 0)
-    return np.stack([resize_image(np.stack([p] * 3, -1), original)[..., 0] for p in planes], -1)
-
-
-def test_overlapping_windows_are_averaged_before_the_softmax():
-    """A model that returns the place within the window: the mean over windows is known."""
-
-    def place(weights, images):
-        columns = jnp.arange(images.shape[2], dtype=jnp.float32)
-        return jnp.broadcast_to(jnp.stack([columns, 0 * columns], -1), (*images.shape[:3], 2))
-
-    windows = Windows(place, size=(4, 4), stride=3, batch=2, mesh=make_mesh())
-    scores = windows.scores(None, [(picture(4, 9), False)], (4, 9))[0, :9]
-    total, count = np.zeros(9), np.zeros(9)
-    for start in (0, 3, 5):
-        total[start : start + 4] += np.arange(4)
-        count[start : start + 4] += 1
-    np.testing.assert_allclose(scores[:, 0], jax.nn.sigmoid(total / count), atol=1e-6)
-
-
-def test_images_of_similar_sizes_share_programs():
-    windows = make()
-    for height, width in [(17, 20), (18, 24), (23, 19), (24, 24)]:  # one bucket, 24 x 24
-        windows.scores(WEIGHTS, [(picture(height, width), False)], (height, width))
-    assert windows.programs() == {"model": 1, "windows": 1, "canvas": 1}
-    windows.scores(WEIGHTS, [(picture(33, 40), False)], (17, 17))
-    assert windows.programs() == {"model": 1, "windows": 2, "canvas": 2}

@@ -2,9 +2,10 @@
 
     python -m tests.faults.long --out experiments/results/faults_cpu.json
 
-It takes twenty minutes on two idle CPU cores (`make test-faults`); `test_faults.py` is a short
-form. Each killed run of a small model must end in the state, bit for bit, and with the losses of an
-uninterrupted one; an AssertionError reports lost work. Attacks are counted.
+It takes twenty minutes on two idle CPU cores (`make test-faults`); `test_faults.py` and
+`test_attacks.py` are a short form. Each killed run of a small model must end in the state, bit for
+bit, and with the losses of an uninterrupted one; an AssertionError reports lost work. Attacks are
+counted.
 """
 
 import collections

@@ -1,10 +1,9 @@
-"""A short form of `make test-faults`: kills, damaged checkpoints, and one try of every attack."""
+"""A short form of `make test-faults`: kills at random instants and damaged checkpoints."""
 
 import numpy as np
 import pytest
 
 from tests.faults import long as faults
-from tests.faults.attacks import Absent, all_attacks
 
 pytestmark = pytest.mark.process
 
@@ -30,18 +29,3 @@ def test_damage_is_detected_and_the_previous_step_restored(reference):
     folder, _, _ = reference
     figures = faults.corruptions(8, folder / "reference", np.random.default_rng(0), folder)
     assert sum(figures["by_kind"].values()) == 8
-
-
-def cases():
-    for candidate in all_attacks():
-        yield pytest.param(
-            candidate, id=candidate.name, marks=[pytest.mark.slow] if candidate.slow else []
-        )
-
-
-@pytest.mark.parametrize("attack", list(cases()))
-def test_runs_survive(attack, tmp_path):
-    try:
-        attack.run(tmp_path, 0, np.random.default_rng(0))
-    except Absent as absent:
-        pytest.skip(str(absent))

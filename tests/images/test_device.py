@@ -1,9 +1,5 @@
-"""Augmentations of the training step against Pillow's own operations, and their statistics.
+"""Augmentations of the training step against Pillow's own operations, and their statistics."""
 
-Photometric distortion has OpenCV's colours, which are compared with those of colorsys.
-"""
-
-import colorsys
 import functools
 
 import jax
@@ -13,8 +9,7 @@ import pytest
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from rope_jax.data import split_augment
-from rope_jax.data.images import device, mixing
-from rope_jax.data.images.device_colours import Changes, change_colours, draw, to_hsv, to_rgb
+from rope_jax.data.images import device
 
 FILL = (124, 116, 104)
 HEIGHT, WIDTH = 18, 24
@@ -207,130 +202,3 @@ def test_rand_augment_draws_operations_and_magnitudes():
     # Darkened by 9 for each unit of a magnitude of 9 +- 0.5, with fractions cut off.
     assert abs(dark.mean() - (100 - 9 * 9 - 0.5)) < 2
     assert 3.3 < dark.std() < 5.5
-
-
-PIXELS = np.random.default_rng(0).integers(0, 256, (20, 15, 3), dtype=np.uint8)
-SCALE = np.array([180, 255, 255])
-
-
-def in_floats(function, pixels):
-    return np.apply_along_axis(lambda x: function(*x), -1, pixels)
-
-
-def test_colours_match_opencv_up_to_rounding():
-    hsv = jax.jit(to_hsv)
-    converted = np.stack(hsv(PIXELS), axis=-1)
-    difference = np.abs(converted - in_floats(colorsys.rgb_to_hsv, PIXELS / 255.0) * SCALE)
-    difference[..., 0] = np.minimum(difference[..., 0], 180 - difference[..., 0])
-    assert difference.max() <= 0.66  # half a step, and the rounding of OpenCV's quotients
-    back = np.asarray(jax.jit(to_rgb)(tuple(np.moveaxis(converted, -1, 0))))
-    assert np.abs(back - in_floats(colorsys.hsv_to_rgb, converted / SCALE) * 255).max() <= 0.501
-    samples = np.uint8([[[255, 0, 0], [0, 255, 0], [0, 0, 255], [9, 9, 9], [0, 0, 0], [255, 0, 9]]])
-    assert np.stack(hsv(samples), -1)[0].tolist() == [
-        [0, 255, 255], [60, 255, 255], [120, 255, 255], [0, 0, 9], [0, 0, 0], [179, 255, 255],
-    ]  # fmt: skip
-
-
-def test_changes_apply_in_order():
-    """Changes are compared with Python's colours, rounded as by OpenCV."""
-    none = Changes(np.zeros(4, bool), True, 0.0, 1.0, 1.0, 0)
-    run = jax.jit(change_colours)
-
-    def apply_changes(**changes):
-        changes_made = jax.tree.map(jnp.asarray, none._replace(**changes))
-        return np.asarray(run(PIXELS, changes_made)).astype(int)
-
-    def hsv(pixels, change):
-        values = in_floats(colorsys.rgb_to_hsv, pixels / 255.0) * SCALE
-        return in_floats(colorsys.hsv_to_rgb, change(values) / SCALE) * 255
-
-    np.testing.assert_array_equal(apply_changes(), PIXELS)
-    add, contrast, saturate, turn = np.eye(4, dtype=bool)
-    brighter = np.clip(PIXELS + 20.5, 0, 255).astype(int)
-    np.testing.assert_array_equal(apply_changes(enabled=add, added=20.5), brighter)
-    flatter = (PIXELS * np.float32(0.7)).astype(int)
-    np.testing.assert_array_equal(apply_changes(enabled=contrast, contrast=0.7), flatter)
-    grey = hsv(PIXELS, lambda x: x * (1, 0.5, 1))
-    assert np.abs(apply_changes(enabled=saturate, saturation=0.5) - grey).max() < 5
-    turned = hsv(PIXELS, lambda x: np.add(x, (17, 0, 0)) % (180, 256, 256))
-    assert np.abs(apply_changes(enabled=turn, turn=17) - turned).max() < 5
-    combined = {"enabled": np.ones(4, bool), "contrast": 1.5, "saturation": 0.5, "turn": -9}
-    cut_first = hsv(np.clip(PIXELS * 1.5, 0, 255), lambda x: x * (1, 0.5, 1) - (9, 0, 0))
-    cut_last = np.clip(1.5 * hsv(PIXELS, lambda x: x * (1, 0.5, 1) - (9, 0, 0)), 0, 255)
-    for early, expected, other in ((True, cut_first, cut_last), (False, cut_last, cut_first)):
-        image = apply_changes(early=early, **combined)
-        assert np.abs(image - expected).mean() < 1
-        assert np.abs(image - other).mean() > 5
-
-
-def test_changes_are_drawn_like_mmsegmentation():
-    keys = jax.random.split(jax.random.key(0), 2000)
-    draws = jax.jit(jax.vmap(lambda key: draw(key, 32.0, 0.5, 0.5, 18, 0.5)))(keys)
-    drawn = jax.tree.map(np.asarray, draws)
-    assert np.abs(drawn.enabled.mean(0) - 0.5).max() < 0.04
-    assert np.abs(np.corrcoef(np.c_[drawn.enabled, drawn.early].T) - np.eye(5)).max() < 0.08
-    assert 0.46 < drawn.early.mean() < 0.54
-    for values, low, high in ((drawn.added, -32, 32), (drawn.contrast, 0.5, 1.5)):
-        assert low <= values.min() < low + 0.02 * (high - low)
-        assert high - 0.02 * (high - low) < values.max() <= high
-    assert 0.5 <= drawn.saturation.min() < 0.52
-    assert set(drawn.turn.tolist()) == set(range(-18, 18))
-
-
-@pytest.fixture(scope="module")
-def mixed_batches():
-    """10,000 batches of a white and a black image, and the fractions of their original labels."""
-    images = jnp.asarray(np.float32([1, 0]).repeat(12 * 16 * 3).reshape(2, 12, 16, 3))
-    options = {"mixup": 0.8, "cutmix": 1.0, "prob": 0.6, "switch_prob": 0.25}
-    draw = jax.jit(jax.vmap(functools.partial(mixing.mix, images, **options)))
-    images, fractions = draw(jax.random.split(jax.random.key(0), 10_000))
-    images, fractions = np.asarray(images)[..., 0], np.asarray(fractions)
-    alone = fractions == 1
-    return images, fractions, alone, ~alone & ((images == 0) | (images == 1)).all(axis=(1, 2, 3))
-
-
-def test_mixup_cutmix_or_neither(mixed_batches):
-    _, _, alone, cut = mixed_batches
-    assert 0.38 < alone.mean() < 0.44  # 0.4, and boxes of no pixel
-    assert 0.12 < cut.mean() < 0.16  # 0.15 without those
-
-
-def test_mixup_fractions_have_a_beta_distribution(mixed_batches):
-    images, fractions, alone, cut = mixed_batches
-    images, fractions = images[~alone & ~cut], fractions[~alone & ~cut]
-    expected = np.stack([fractions, 1 - fractions], 1)[..., None, None]
-    np.testing.assert_allclose(images, np.broadcast_to(expected, images.shape), atol=1e-6)
-    assert abs(fractions.mean() - 0.5) < 0.02
-    assert abs(fractions.var() - 1 / (4 * (2 * 0.8 + 1))) < 0.005  # of Beta(a, a)
-
-
-def test_cutmix_pastes_one_box_and_weights_labels_by_area(mixed_batches):
-    images, fractions, _, cut = mixed_batches
-    original, fractions = images[cut][:, 0], fractions[cut]
-    np.testing.assert_array_equal(images[cut][:, 1], 1 - original)
-    np.testing.assert_allclose(fractions, original.mean(axis=(1, 2)), atol=1e-6)
-    box = original == 0
-    sides = box.any(axis=1).sum(axis=1) * box.any(axis=2).sum(axis=1)
-    np.testing.assert_array_equal(box.sum(axis=(1, 2)), sides)
-    # A box of sides sqrt(1 - fraction) around any place, cut at the border: each side keeps
-    # s - s^2 / 4 of its length on average. Sides are cut down to even numbers of pixels.
-    side = np.sqrt(np.linspace(0, 1, 10001))
-    expected = 1 - np.mean((side - side**2 / 4) ** 2)
-    assert 0 < fractions.mean() - expected < 0.06
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_groups_are_mixed_independently(groups):
-    """Each equals a separate batch with the key folded by its number; one group uses the key."""
-    images = np.random.default_rng(1).random((12, 6, 8, 3), np.float32)
-    labels, key, options = np.arange(12), jax.random.key(2), {"mixup": 0.8, "cutmix": 1.0}
-    mix_groups = jax.jit(functools.partial(mixing.mix_groups, groups=groups, **options))
-    mix = jax.jit(functools.partial(mixing.mix, **options))
-    mixed, others, fractions = map(np.asarray, mix_groups(images, labels, key))
-    assert len(np.unique(fractions)) == groups
-    for group, rows in enumerate(np.split(np.arange(12), groups)):
-        alone, fraction = mix(images[rows], jax.random.fold_in(key, group) if groups > 1 else key)
-        # XLA may round a product and a sum at once in one program, and apart in the other.
-        np.testing.assert_array_max_ulp(mixed[rows], np.asarray(alone), maxulp=2)
-        np.testing.assert_array_equal(fractions[rows], np.full((len(rows), 1), fraction))
-        np.testing.assert_array_equal(others[rows], labels[rows][::-1])

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rope_jax.data.draws import example_draws
-from rope_jax.data.images.augment import parse_augment, parse_crop
+from rope_jax.data.images.augment import parse_augment
 from rope_jax.data.images.crops import flip
 from rope_jax.data.images.fits import (
     detr_crop,
@@ -14,13 +13,7 @@ from rope_jax.data.images.fits import (
     place_pixels,
     smallest_canvas,
 )
-from rope_jax.data.images.joint import (
-    bilinear_crop,
-    crop_both,
-    nearest_crop,
-    scale_size,
-    scaled_crop,
-)
+from tests.images.test_joint import draws
 
 SMALL = {"low": 48, "high": 80, "step": 8, "long": 133, "before_low": 40, "before_high": 60}
 SMALL |= {"before_step": 10, "cut_low": 38, "cut_high": 60}
@@ -137,87 +130,3 @@ def test_the_smallest_canvas(extents, canvas):
 def test_options_out_of_range_are_refused(text):
     with pytest.raises(ValueError, match=r"(detr_crop|fit).* (is impossible|must be a)"):
         parse_augment(text)[0]((40, 60), 0)
-
-
-def draws(count):
-    zeros = np.zeros(count, int)
-    return example_draws(0, zeros, np.arange(count), count, "test").tolist()
-
-
-@pytest.mark.parametrize("resized", [(5, 7), (20, 30)])
-def test_images_are_resized_by_plain_bilinear_interpolation(resized):
-    image = np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8)
-    tents = []
-    for before, after in zip((9, 13), resized, strict=True):
-        places = (np.arange(after) + 0.5) * before / after - 0.5
-        places = places.clip(0, before - 1)
-        tents.append(np.maximum(0, 1 - abs(places[:, None] - np.arange(before))))
-    expected = np.einsum("yh,hwc,xw->yxc", tents[0], image, tents[1])
-    assert np.abs(bilinear_crop(image, resized, (0, 0), resized) - expected).max() <= 0.501
-
-
-def test_crops_are_parts_of_the_resized_image():
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (9, 13, 3), dtype=np.uint8)
-    classes = rng.integers(0, 5, (9, 13), dtype=np.uint8)
-    resized = bilinear_crop(image, (20, 30), (0, 0), (20, 30))
-    part = bilinear_crop(image, (20, 30), (4, 7), (6, 8))
-    np.testing.assert_array_equal(part, resized[4:10, 7:15])
-    resized = nearest_crop(classes, (20, 30), (0, 0), (20, 30))
-    np.testing.assert_array_equal(
-        nearest_crop(classes, (20, 30), (4, 7), (6, 8)), resized[4:10, 7:15]
-    )
-    for i, j in np.ndindex(20, 30):
-        assert resized[i, j] == classes[int((i + 0.5) * 9 / 20), int((j + 0.5) * 13 / 30)]
-
-
-# Each class has a colour.
-CLASSES = np.arange(12, dtype=np.uint8).reshape(3, 4).repeat(16, 0).repeat(16, 1)
-IMAGE = np.repeat((CLASSES * 20)[..., None], 3, -1)
-
-
-def test_image_and_classes_stay_aligned():
-    """After augmentation, pixels away from borders still have their colour."""
-    sizes = set()
-    for draw in draws(20):
-        pixels, labels = scaled_crop(IMAGE, CLASSES, (48, 40), draw, short=48, long=64)
-        assert pixels.shape == (*labels.shape, 3)
-        assert (np.array(labels.shape) <= (48, 40)).all()
-        assert (pixels[..., 0] == labels * 20).mean() > 0.8
-        sizes.add(labels.shape)
-    assert len(sizes) > 5
-
-
-@pytest.mark.parametrize(("share", "low", "high"), [(0.75, 0.95, 1.0), (1.0, 0.0, 0.5)])
-def test_crops_of_a_single_class_are_redrawn(share, low, high):
-    """Counts the crops with less than three quarters of one class."""
-    image, classes = np.zeros((64, 64, 3), np.uint8), np.zeros((64, 64), np.uint8)
-    classes[:, 40:] = 1
-    options = {"low": 1.0, "high": 1.0, "short": 64, "long": 64, "share": share}
-    crops = [scaled_crop(image, classes, (24, 24), draw, **options)[1] for draw in draws(60)]
-    assert low < np.mean([0.25 < crop.mean() < 0.75 for crop in crops]) <= high
-
-
-def test_scaled_sizes_match_official_recipes():
-    assert scale_size((512, 683), 1.0, short=512, long=2048) == (512, 683)
-    assert scale_size((300, 2000), 1.0, short=512, long=2048) == (307, 2048)
-    assert scale_size((480, 640), 0.5, short=512, long=2048) == (256, 341)
-    with pytest.raises(ValueError, match="low=2"):
-        scaled_crop(
-            np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4), np.uint8), (2, 2), 0, low=2.0, high=1.0
-        )
-
-
-@pytest.mark.parametrize(
-    "crop", ["centre(crop=0.8)", "stretch(interpolation=bilinear)", "resized_crop"]
-)
-def test_box_crops_cut_image_and_classes_alike(crop):
-    """Resizing by the nearest pixel creates no other classes."""
-    for draw in draws(3):
-        pixels, labels = crop_both(IMAGE, CLASSES, parse_crop(crop), (24, 20), draw)
-        assert (pixels.shape, labels.shape) == ((24, 20, 3), (24, 20))
-        near = np.abs(pixels[..., 0].astype(int) - 20 * labels.astype(int)) <= 4
-        assert near.mean() > 0.6
-        assert set(np.unique(labels)) <= set(range(12))
-        if crop != "resized_crop":
-            assert labels[12, 10] in (CLASSES[24, 32], 5, 6)

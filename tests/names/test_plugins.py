@@ -20,10 +20,10 @@ import rope_jax.runs.run
 from rope_jax.analysis.runs import read_runs
 from rope_jax.commands import reproduce
 from rope_jax.config import resolve, to_json
-from rope_jax.data import batches, load
+from rope_jax.data import batches, load, register_source
 from rope_jax.data.images.augment import AUGMENTATIONS
 from rope_jax.evaluate import write_results
-from rope_jax.models.registry import MODELS
+from rope_jax.models.registry import MODELS, find_model, register
 from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.training.folder import Run
@@ -201,6 +201,16 @@ def test_failed_imports_are_reported(clean, tmp_path, monkeypatch, name, text, m
     with pytest.raises(ValueError, match=message):
         plugins.load([name])
     assert plugins.list_loaded() == ()
+
+
+def test_names_of_models_and_sources_are_unique(clean):
+    entry = find_model("vit_digits")
+    register("my_vit", entry.family, entry.options, position="rope2d", num_classes=3, depth=1)
+    assert rope_jax.create_model("my_vit", image_size=16).num_classes == 3
+    with pytest.raises(ValueError, match="a model named 'vit_digits' exists already"):
+        register("vit_digits", entry.family, entry.options, position="ape")
+    with pytest.raises(ValueError, match="a data source named 'digits' exists already"):
+        register_source("digits", load)
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""Notation, registries, sizes, hints and tables: parsing, and refusals with advice."""
+"""Notation, sizes, hints and tables: parsing, and refusals with advice."""
 
 import keyword
 import re
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_jax.names.notation import Call, assignments, parse
-from rope_jax.names.registry import Registry, UnknownName
 from rope_jax.names.text import closest, format_table, image_pair, markdown_table
 
 
@@ -184,46 +183,3 @@ def test_tables():
         "| a | - | -1.5 |",
     ]
     assert markdown_table(header, []).endswith("|\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "hints", "message"),
-    [
-        ("appe", {}, "unknown fruit 'appe'; did you mean 'apple'? known: apple, pear"),
-        ("ap", {}, "unknown fruit 'ap'; did you mean 'apple'? known: apple, pear"),
-        ("pome", {}, "unknown fruit 'pome'; here it is 'apple'"),
-        (
-            "appe",
-            {"listed_by": "list_fruits()"},
-            "unknown fruit 'appe'; the nearest are 'apple', 'pear'; list_fruits() lists all",
-        ),
-        (
-            "pome",
-            {"listed_by": "list_fruits()"},
-            "unknown fruit 'pome'; here it is 'apple'; list_fruits() lists all",
-        ),
-    ],
-)
-def test_unknown_names_have_hints(name, hints, message):
-    elsewhere = {"pome": "here it is 'apple'"}.get
-    fruits = Registry("fruit", {"apple": 1, "pear": 2}, elsewhere=elsewhere, **hints)
-    with pytest.raises(UnknownName, match=f"^{re.escape(message)}$"):
-        fruits[name]
-    assert name not in fruits
-
-
-def test_names_are_registered_once():
-    fruits = Registry("fruit", {"pear": 1})
-    fruits.register("apple", 2)
-    with pytest.raises(ValueError, match="a fruit named 'apple' exists already"):
-        fruits.register("apple", 3)
-    assert (fruits.names(), fruits.names("a*")) == (["apple", "pear"], ["apple"])
-    assert fruits["apple"] == 2
-
-
-@pytest.mark.parametrize("name", ["", "a+b", "bad name()+", "my-fruit", "None", "class"])
-def test_names_outside_the_notation_are_refused(name):
-    fruits = Registry("fruit")
-    with pytest.raises(ValueError, match=re.escape(f"a fruit cannot be named {name!r}: use")):
-        fruits.register(name, 1)
-    assert not fruits

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.nn import log_sigmoid
 from PIL import Image
 
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files
-from rope_jax.tasks import classification as losses
 from rope_jax.tasks.classification import Classification, count_correct
 
 
@@ -82,27 +80,3 @@ def test_padding_is_not_counted_and_any_label_is_right():
     assert counts.tolist() == [1, 2, 3]
     several = jnp.array([[3, 0], [5, 4], [5, -1], [0, -1]])
     assert count_correct(logits, several, mask).tolist() == [1, 2, 3]
-
-
-LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 3.0]])
-FIRST, SECOND = jnp.array([0, 2]), jnp.array([1, 2])
-
-
-def test_targets_of_a_mixture():
-    """timm's: smoothing spreads 0.3 over three classes, 0.1 each; the remainder is divided."""
-    targets = losses.soft_targets(FIRST, SECOND, 0.75, 3, 0.3)
-    np.testing.assert_allclose(
-        targets, [[0.75 * 0.7 + 0.1, 0.25 * 0.7 + 0.1, 0.1], [0.1, 0.1, 0.8]], rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("share", "first_present"), [(0.9, [1, 1, 0]), (1.0, [1, 0, 0]), (0.0, [0, 1, 0])]
-)
-def test_the_binary_loss_uses_every_present_class(share, first_present):
-    targets = losses.soft_targets(FIRST, SECOND, share, 3, 0.0)
-    present = np.asarray([first_present, [0, 0, 1]])
-    expected = -(
-        present * log_sigmoid(LOGITS) + (1 - present) * log_sigmoid(-LOGITS)
-    ).mean()  # over classes and examples
-    assert float(losses.binary_loss(LOGITS, targets)) == pytest.approx(float(expected), rel=1e-6)

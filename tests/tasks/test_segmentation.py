@@ -1,9 +1,12 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from rope_jax.config import resolve
+from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources.scenes import LabelMaps
 from rope_jax.models.heads import PixelLogits, SegmentationHead
 from rope_jax.models.heads.pixels import pixel_loss
@@ -85,3 +88,31 @@ def test_padding_is_zero_after_normalisation():
     inside[0, :2, :3] = inside[1] = True
     np.testing.assert_array_equal(np.asarray(pixels != 0).all(-1), inside)
     np.testing.assert_array_equal(np.asarray(pixels == 0).all(-1), ~inside)
+
+
+@pytest.mark.parametrize(
+    ("classes", "changes", "message"),
+    [
+        (12, {}, "num_classes=12, but mine has 11 classes: use 11"),
+        (10, {}, "num_classes=10, but mine has 11 classes: use 11"),
+        (
+            11,
+            {"accumulate": 2, "loss_pixels": "valid"},
+            "accumulate=2 cannot be combined with --config.loss_pixels=valid",
+        ),
+        (
+            11,
+            {"accumulate": 2, "model": {"head": "mask2former(queries=9)", "num_classes": 11}},
+            r"accumulate=2 .*head=mask2former\(queries=9\)",
+        ),
+    ],
+)
+def test_unsuitable_settings_are_refused(classes, changes, message):
+    pixels = np.zeros((1, 4, 4, 3), np.uint8)
+    images = LabelMaps(pixels, pixels[..., 0], "mine", "train", classes=11)
+    model = {"head": "linear", "num_classes": 11}
+    config = resolve({"model": model})
+    task.check(config, images)
+    task.check(dataclasses.replace(config, accumulate=2), images)
+    with pytest.raises(ConfigError, match=message):
+        task.check(resolve({"model": model | {"num_classes": classes}} | changes), images)

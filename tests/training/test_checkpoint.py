@@ -391,21 +391,3 @@ def test_unreadable_verified_files_are_not_damage(two_steps, monkeypatch, name):
     failed = pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n")
     with Checkpoints(two_steps) as checkpoints, failed:
         load(checkpoints, 2)
-
-
-@pytest.mark.parametrize("lost", ["before", "while it is written"])
-def test_nothing_is_written_to_a_lost_workdir(tmp_path, monkeypatch, lost):
-    begin, owned = checkpoint.ocp.save_checkpointables_async, [lost != "before"]
-
-    def lose(path, *args, **kwargs):
-        owned[:] = [False]
-        return begin(path, *args, **kwargs)
-
-    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    with Checkpoints(folder, keep=2, still_ours=lambda: owned[0]) as checkpoints:
-        for step in (1, 2):
-            with pytest.raises(SaveFailed, match=f"{tmp_path} was deleted or moved"):
-                save(checkpoints, step, state())
-        assert names(folder) == ([] if lost == "before" else ["1.writing"])

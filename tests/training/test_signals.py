@@ -77,6 +77,12 @@ def test_signals_end_endless_waits(monkeypatch):
         assert caught.value.alone
 
 
+def test_signals_end_a_run_without_state_immediately():
+    with pytest.raises(Interrupted, match="SIGUSR1") as caught, stop_signals():
+        signal.raise_signal(signal.SIGUSR1)
+    assert not caught.value.saved
+
+
 def test_a_profile_is_requested_once():
     with stop_signals() as stopping:
         signal.raise_signal(signal.SIGUSR2)

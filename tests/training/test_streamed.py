@@ -85,15 +85,25 @@ def test_runs_on_files_resume_bit_for_bit_and_record_protocols(
     assert tree_hash(states[0]) == tree_hash(states[1])
 
 
-def test_runs_resume_if_their_version_did_not_compare_contents(photographs, tmp_path):
-    changes = folder_settings(photographs) | {"eval__resolutions": ()}
+def test_changed_pixels_are_refused_on_resume(photographs, tmp_path):
+    place, workdir = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(photographs, place)
+    changes = folder_settings(place) | {"eval__resolutions": ()}
     setup, model = prepare(tiny(**changes))
     state, metadata = initial_state(setup, model), setup.about()
     earlier = {name: text.partition(", content")[0] for name, text in metadata["data"].items()}
     assert earlier != metadata["data"]
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, state, about=metadata | {"data": earlier})
-    assert final_state(tmp_path, **changes) is not None
+    for step, fingerprint in enumerate((earlier, metadata["data"])):
+        with Checkpoints(workdir / "checkpoints") as checkpoints:
+            checkpoints.save(step, state, about=metadata | {"data": fingerprint})
+        assert final_state(workdir, **changes) is not None
+    shutil.rmtree(place / "train")
+    shutil.copytree(photographs / "train", place / "train")
+    assert final_state(workdir, **changes) is not None  # on copies
+    for file in place.glob("train/*/*.jpg"):
+        file.write_bytes((place / "test" / "class0" / "000.jpg").read_bytes())
+    with pytest.raises(ConfigError, match=r"the images of the train split.*override=images"):
+        final_state(workdir, **changes)
 
 
 def test_results_on_other_images_are_not_reused(photographs, tmp_path, monkeypatch):

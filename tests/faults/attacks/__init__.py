@@ -12,7 +12,7 @@ registered with its name:
 The number selects the case, so that all of them are tried; instants and places are random.
 
 It raises an AssertionError if the run did not survive, and Absent if a required program is not
-installed. `test_faults.py` tries each once, `make test-faults` as often as specified here; the
+installed. `test_attacks.py` tries each once, `make test-faults` as often as specified here; the
 counts are shown in `docs/running.md`.
 """
 

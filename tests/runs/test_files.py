@@ -1,0 +1,108 @@
+"""Files of a workdir are complete or absent, and only one run writes them."""
+
+import errno
+import os
+import shutil
+
+import pytest
+
+import rope_jax.runs.run
+from rope_jax.config import ConfigError
+from rope_jax.system import files
+from rope_jax.system.files import SaveFailed, lock, read_json, read_regular, set_aside, write_file
+from tests.training.recipe import largest_file, tiny
+
+
+def test_a_failed_write_names_the_file_and_keeps_the_old_one(tmp_path):
+    path = tmp_path / "results.json"
+    write_file(path, "old")
+    failed = pytest.raises(SaveFailed, match=f"{path} could not be written: File too large")
+    with failed, largest_file(1000):
+        write_file(path, 2000 * "x")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("results.json", "old")]
+
+
+NO_FILES = {
+    "folder": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop of links": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "loop of links"])
+def test_pipes_devices_and_links_are_replaced(tmp_path, kind):
+    NO_FILES[kind](tmp_path / "accuracy.png")
+    write_file(tmp_path / "accuracy.png", b"new")
+    assert (tmp_path / "accuracy.png").read_bytes() == b"new"
+
+
+def test_runs_are_not_evaluated_while_they_train(tmp_path):
+    """Both would write its results."""
+    (tmp_path / "checkpoints").mkdir()
+    in_use = rf"is in use by process {os.getpid()} on .*: wait for it.*\[--workdir\]"
+    with lock(tmp_path), pytest.raises(ConfigError, match=in_use):
+        rope_jax.runs.run.evaluate_newest(tiny(), tmp_path)
+
+
+def make_failing(code):
+    """Makes a call that the system refuses."""
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_file_systems_without_locks_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.fcntl, "flock", make_failing(errno.ENOLCK))
+    message = rf"{tmp_path}/\.lock cannot be locked \(No locks.*: use a workdir on .*\[--workdir\]"
+    with pytest.raises(ConfigError, match=message):
+        rope_jax.runs.run.train(tiny(), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_only_regular_files_are_read(tmp_path, kind):
+    """A pipe would wait for its writer, and a device has no end."""
+    NO_FILES[kind](tmp_path / "file")
+    for read in (lambda path: read_regular(path, at_most=10), read_json):
+        with pytest.raises(ValueError, match="file is not a regular file"):
+            read(tmp_path / "file")
+
+
+def test_files_are_read_up_to_a_size(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 40)  # a hole: a terabyte on no disk
+    with pytest.raises(ValueError, match=r"file has 1,099,511,627,776 bytes; allowed are 10"):
+        read_regular(tmp_path / "file", at_most=10)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"step": 1'])
+def test_damaged_json_has_one_kind_of_error(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match="file is not JSON"):
+        read_json(tmp_path / "file")
+
+
+def test_files_set_aside_replace_nothing(tmp_path):
+    for number in range(3):
+        (tmp_path / "a").write_text(str(number))
+        set_aside(tmp_path / "a", "it is damaged")
+    kept = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert kept == {"a.damaged": "0", "a.damaged.2": "1", "a.damaged.3": "2"}
+
+
+def test_locks_are_lost_with_their_workdir(tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    with lock(workdir) as first:
+        assert first()
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os.path, "samestat", make_failing(errno.EIO))
+            assert first()  # it cannot be determined now
+        workdir.rename(tmp_path / "elsewhere")
+        assert not first()
+        with lock(workdir) as second:
+            assert second()
+            assert not first()
+            shutil.rmtree(workdir)
+            assert not second()
