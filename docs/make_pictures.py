@@ -196,7 +196,7 @@ def is_current(path: pathlib.Path, result: Result) -> bool:
 
 def stale(results: Sequence[Result]) -> list[tuple[Picture, Result]]:
     """Pictures that were not drawn from these results, and their results."""
-    latest = [(x, newest(results, x.experiment, **x.settings)[0]) for x in PICTURES]
+    latest = [(x, newest(results, x.experiment, x.settings)[0]) for x in PICTURES]
     return [(x, result) for x, result in latest if not is_current(FOLDER / x.file, result)]
 
 

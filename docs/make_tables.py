@@ -13,7 +13,7 @@ A result is a table if it has `columns` (headers), `rows` (lists of texts and nu
 import ast
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks._runner import Result
 from docs.paper_tables import late_claims, papers
@@ -50,11 +50,14 @@ def render(result: Result, number: str | None = None, rows: str = "") -> str:
     return "\n".join([*texts[:-1], f"{texts[-1].strip()} {origin(result)}.\n".lstrip()])
 
 
-def result_tables(
-    name: str, results: Sequence[Result], number: str | None = None, rows: str = "", **settings: str
-) -> str:
-    """The tables of the newest results of a benchmark or experiment."""
-    texts = [render(result, number, rows) for result in newest(results, name, **settings)]
+def result_tables(name: str, results: Sequence[Result], options: Mapping[str, str]) -> str:
+    """The tables of the newest results of a benchmark or experiment.
+
+    Options are the `number` of a table, a pattern of its `rows`, and settings of the results.
+    """
+    settings = {key: value for key, value in options.items() if key not in ("number", "rows")}
+    number, rows = options.get("number"), options.get("rows", "")
+    texts = [render(result, number, rows) for result in newest(results, name, settings)]
     return "\n".join(texts) or f"No result yet: `python -m benchmarks {name}`.\n"
 
 
@@ -119,7 +122,7 @@ def fill(text: str, results: Sequence[Result]) -> str:
         name, *words = shlex.split(block[2])
         options = dict(word.split("=", 1) for word in words)
         content = (
-            TABLES[name](**options) if name in TABLES else result_tables(name, results, **options)
+            TABLES[name](**options) if name in TABLES else result_tables(name, results, options)
         )
         return f"{block[1]}{content}{block[3]}"
 

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks._runner import Result
 
@@ -19,7 +19,9 @@ def read_results(root: pathlib.Path = ROOT) -> list[Result]:
     return sorted(results, key=lambda result: result["date"], reverse=True)
 
 
-def newest(results: Sequence[Result], benchmark: str, **settings: str) -> list[Result]:
+def newest(
+    results: Sequence[Result], benchmark: str, settings: Mapping[str, str] = {}
+) -> list[Result]:
     """The newest result of a benchmark for each platform (GPUs first) and all other settings."""
     latest: dict[str, Result] = {}
     for result in results:

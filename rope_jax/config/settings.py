@@ -396,3 +396,27 @@ class Config:
     def averaged(self) -> bool:
         """True if the moving average of the weights is evaluated."""
         return self.ema_decay is not None and self.eval.ema
+
+    @property
+    def test_sizes(self) -> list[tuple[int, int]]:
+        """The training resolution and `eval.resolutions`, (height, width), without duplicates.
+
+        >>> Config(data=DataConfig(image_size=8), eval=EvalConfig(resolutions=(12, 8))).test_sizes
+        [(8, 8), (12, 12)]
+        """
+        return list(dict.fromkeys((image_pair(self.data.image_size), *self.eval.sizes)))
+
+    def single(self, seed: int | None = None) -> "Config":
+        """The config of a run of one of the models alone.
+
+        Args:
+            seed: of the model; None for the first.
+
+        Raises:
+            ValueError: the run has no such seed.
+        """
+        if seed is not None and seed not in self.all_seeds:
+            first, last = self.all_seeds[0], self.all_seeds[-1]
+            existing = f"seed {first} alone" if first == last else f"seeds {first} to {last}"
+            raise ValueError(f"seed={seed}, but the run has {existing}: use one of them, or None")
+        return dataclasses.replace(self, seed=self.seed if seed is None else seed, seeds=1)

@@ -7,7 +7,6 @@ from rope_jax.evaluate.accuracy import (
     evaluate_state,
     planned_rows,
     protocols,
-    resolutions,
 )
 from rope_jax.evaluate.results import (
     add_evaluation,
@@ -34,7 +33,6 @@ __all__ = [
     "protocols",
     "read_evaluations",
     "read_results",
-    "resolutions",
     "results_table",
     "rows_by_line",
     "same_rows",

@@ -13,7 +13,6 @@ from jaxtyping import Array
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.config.settings import EvalConfig
 from rope_jax.evaluate.results import Row
-from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicate, use_mesh
@@ -21,17 +20,6 @@ from rope_jax.tasks import find_task, seeds
 from rope_jax.tasks.evaluator import Apply, Evaluator, weights_rule
 from rope_jax.training.setup import Setup, State, load_split
 from rope_jax.training.signals import Signals
-
-
-def resolutions(config: Config) -> list[tuple[int, int]]:
-    """The training resolution and the config's others, without duplicates.
-
-    >>> from rope_jax.config import resolve
-    >>> raw = {"data": {"image_size": 8}, "eval": {"resolutions": [12, [8, 12]]}}
-    >>> resolutions(resolve(raw))
-    [(8, 8), (12, 12), (8, 12)]
-    """
-    return list(dict.fromkeys((image_pair(config.data.image_size), *config.eval.sizes)))
 
 
 def rotation_rule(options: EvalConfig) -> str | None:
@@ -78,7 +66,7 @@ def planned_rows(setup: Setup) -> list[Row]:
     return [
         {"resolution": list(size), "protocol": protocol} | images | label
         for protocol, config in protocols(setup).items()
-        for size in resolutions(config)
+        for size in config.test_sizes
         for label in seeds.row_labels(config.all_seeds)
     ]
 
@@ -92,7 +80,7 @@ def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]
     scores = [
         score
         for config in protocols(setup).values()
-        for size in resolutions(config)
+        for size in config.test_sizes
         for score in evaluator.score(load_split(config, "test", size))
     ]
     return [score | row for score, row in zip(scores, planned_rows(setup), strict=True)]
@@ -115,12 +103,12 @@ def state_evaluator(setup: Setup, state: State) -> Evaluator:
     )
 
 
-def model_evaluator(model: nnx.Module, config: Config, **options: Any) -> Evaluator:
-    """The evaluation of a run's model on images of any size; options are `at_resolution`'s."""
+def model_evaluator(model: nnx.Module, config: Config) -> Evaluator:
+    """The evaluation of a run's model on images of any size."""
     graph, *weights = nnx.split(model)
     mesh = make_mesh()
     return Evaluator(
-        at_any_resolution(graph, mesh, **options),
+        at_any_resolution(graph, mesh),
         jax.device_put(weights, replicate(mesh)),
         find_task(model),
         mean=config.data.mean,
@@ -162,8 +150,8 @@ def draw_predictions(setup: Setup, state: State, path: pathlib.Path, *, count: i
     """
     config, images, evaluator = setup.config, setup.held_out, state_evaluator(setup, state)
     weights = seeds.take(evaluator.weights, config.seeds)
-    evaluator = dataclasses.replace(evaluator, weights=weights, config=seeds.single(config))
-    sizes = resolutions(config)
+    evaluator = dataclasses.replace(evaluator, weights=weights, config=config.single())
+    sizes = config.test_sizes
     predictions = []
     for size in dict.fromkeys((sizes[0], max(sizes[1:] or sizes, key=math.prod))):
         predictions += setup.task.predict(evaluator, load_split(config, "test", size), count)

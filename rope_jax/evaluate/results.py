@@ -123,7 +123,7 @@ def _write(path: pathlib.Path, entries: dict[str, Any]) -> None:
 
 
 def same_rows(results: dict[str, Any], planned: Sequence[Row]) -> bool:
-    """Whether the results are those of `planned_rows`; earlier versions did not store the data.
+    """True if the results are those of `planned_rows`; earlier versions did not store the data.
 
     >>> results = {"step": 100, "eval": [{"resolution": [8, 8], "protocol": "whole", "top1": 0.5}]}
     >>> same_rows(results, [{"resolution": [8, 8], "protocol": "whole"}])

@@ -100,16 +100,16 @@ def _import(name: str, required_by: str) -> set[str] | None:
     return names
 
 
-def stored_names(config: Any) -> list[str]:
+def stored_names(stored: Any) -> list[str]:
     """Names of the plug-ins in a run's stored config; none if it is damaged.
 
     >>> stored_names({"plugins": ["my_schemes"]}), stored_names({"plugins": "my_schemes"})
     (['my_schemes'], [])
 
     Args:
-        config: the value of a JSON file, which may be anything.
+        stored: the value of a JSON file, which may be anything.
     """
-    names = config.get("plugins") if isinstance(config, dict) else None
+    names = stored.get("plugins") if isinstance(stored, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return []
     return names

@@ -19,8 +19,9 @@ HEAD_DIM, WIDTHS, HEADS = 32, (256, 512), 8
 PARTS = ("stays", "x, real", "x, imaginary", "y, real", "y, imaginary")
 
 
-def _rotation(position: str, **sizes: int) -> Rotation | None:
+def _rotation(position: str, heads: int, head_dim: int) -> Rotation | None:
     """The rotation of one layer by a scheme, if it has one."""
+    sizes = {"heads": heads, "head_dim": head_dim, "channels": heads * head_dim}
     stage = Stage(depth=1, grid=(4, 4), **sizes)
     return create_position(position, stage, rngs=nnx.Rngs(0)).terms((4, 4)).rotation
 
@@ -33,8 +34,7 @@ def _frequencies(rotation: Rotation) -> np.ndarray:
 
 def _ladders(schemes: Sequence[str], width: int) -> dict[str, np.ndarray]:
     """The frequencies of each rotary scheme that are not zero, of all heads, the stronger axis."""
-    sizes = {"heads": HEADS, "head_dim": width // HEADS, "channels": width}
-    rotations = {name: _rotation(name, **sizes) for name in schemes}
+    rotations = {name: _rotation(name, HEADS, width // HEADS) for name in schemes}
     ladders = {
         name: np.abs(_frequencies(rotation)).max(1).ravel()
         for name, rotation in rotations.items()
@@ -44,12 +44,12 @@ def _ladders(schemes: Sequence[str], width: int) -> dict[str, np.ndarray]:
 
 
 def channel_parts(position: str, head_dim: int = HEAD_DIM) -> list[str]:
-    """What a rotary scheme does with each channel of a head, an entry of PARTS.
+    """The part that each channel of a head plays in a rotary scheme, an entry of PARTS.
 
     >>> channel_parts("axial_rope", 8)[:5]
     ['y, real', 'x, real', 'y, imaginary', 'x, imaginary', 'stays']
     """
-    rotation = _rotation(position, heads=1, head_dim=head_dim, channels=head_dim)
+    rotation = _rotation(position, 1, head_dim)
     if rotation is None:
         raise ValueError(f"{position} turns no channels: name a rotary scheme")
     freqs = _frequencies(rotation)

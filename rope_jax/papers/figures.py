@@ -330,7 +330,7 @@ def correlation_maps(loaded: LoadedModel, tokens: Tokens) -> dict[str, np.ndarra
 
 
 def reach(loaded: LoadedModel) -> dict[str, Sequence[float | None]]:
-    """How local the positions of each layer are: `rope_jax.analysis.joining.reach`."""
+    """The locality of the positions of each layer: `rope_jax.analysis.joining.reach`."""
     (grid, rows), *_ = stage_positions(loaded.model, loaded.image_size)
     return {"reach": position_measures(rows, grid)["reach"]}
 

@@ -38,7 +38,7 @@ class Artifact:
 
     @property
     def quantity(self) -> str:
-        """What its numbers are."""
+        """The name of the quantity in its cells."""
         return ""
 
     def runs(self, lab: Lab) -> list[Run]:
@@ -58,7 +58,7 @@ class Artifact:
         return []
 
     def wanted(self, lab: Lab) -> bool:
-        """Whether it has something of --only."""
+        """True if --only names a part of it."""
         return bool(self.runs(lab))
 
     def value(self, lab: Lab, run: Run, side: int | None) -> dict[int, float]:
@@ -87,12 +87,12 @@ def make_cell(key: Key, published: Any, ours: Any, note: str = "") -> Cell:
 
 
 def key_names(key: Key) -> set[str]:
-    """What --only may call a cell."""
+    """The names by which --only selects a cell."""
     return {key[name] for name in ("model", "position", "options") if name in key}
 
 
 def explain(lab: Lab, run: Run, side: int | None, dataset: str | None, ours: Any) -> str:
-    """What a reader should know about a cell: what stands in, or why it is empty."""
+    """The note on a cell: which model or data stands in, or why it is empty."""
     if ours is None and dataset in IMAGENET_SETS:
         if lab.small_scale:
             return "needs ImageNet: --scale=released or full"

@@ -53,7 +53,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """True if the run has ended."""
         return self.result.exists()
 
 
@@ -94,17 +94,17 @@ class Lab:
     only: tuple[str, ...] = ()
 
     def wants(self, names: Collection[str]) -> bool:
-        """Whether a row or line with these names is among those of `only`."""
+        """True if `only` selects a row or line with these names."""
         return not self.only or not set(names).isdisjoint(self.only)
 
     @property
     def small_scale(self) -> bool:
-        """Whether small models stand in for the papers'."""
+        """True if small models stand in for the papers'."""
         return self.scale in ("smoke", "small")
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is nothing to do without --data."""
+        """True if nothing can be done without --data."""
         return not self.small_scale and not self.data and self.given is None
 
     @property

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rope_jax.analysis.joining import LAMBDAS, PARTS, TERMS
-from rope_jax.config import Config
 from rope_jax.papers.claims import above
 from rope_jax.papers.figures import Layers, Maps, correlation_maps, reach
 from rope_jax.papers.runs import Run
@@ -45,9 +44,9 @@ def _dense_run(key: Mapping[str, Any]) -> Run:
     return Run(key["model"], position, recipe, after=backbone)
 
 
-def _setting(config: Config, key: Mapping[str, Any]) -> str | None:
+def _setting(recipe: str, key: Mapping[str, Any]) -> str | None:
     field = _FIELDS.get(key["setting"])
-    return None if field is None else setting_text(field(config))
+    return None if field is None else setting_text(field(recipe_config(recipe)))
 
 
 def _classification(key: Mapping[str, Any]) -> str | None:
@@ -55,27 +54,27 @@ def _classification(key: Mapping[str, Any]) -> str | None:
         recipe = f"lape:variant={_VARIANTS[key['family']]}"
     else:
         recipe = f"cct:dataset={key['dataset']},variant=cct_7_3x1"
-    return _setting(recipe_config(recipe), key)
+    return _setting(recipe, key)
 
 
 def _dense(key: Mapping[str, Any]) -> str | None:
     size = key["backbone"].rpartition("-")[2].lower()
     adapter = key["name"] == "ViT-Adapter"
     recipe = f"upernet:variant=adapter_{size}" if adapter else f"segmenter:variant=deit_{size}16"
-    return _setting(recipe_config(recipe), key)
+    return _setting(recipe, key)
 
 
 def _instances(key: Mapping[str, Any]) -> str | None:
     size = key["backbone"].rpartition("-")[2].lower()
-    config = recipe_config(f"mask_rcnn:variant=adapter_{size}")
+    recipe = f"mask_rcnn:variant=adapter_{size}"
     if key["setting"] == "crop":
-        return re.search(r"window=(\d+)", config.data.augment)[1]
-    return _setting(config, key)
+        return re.search(r"window=(\d+)", recipe_config(recipe).data.augment)[1]
+    return _setting(recipe, key)
 
 
-def _dense_keys(models: tuple[str, ...], **more: Any) -> list[dict[str, Any]]:
+def _dense_keys(models: tuple[str, ...], dataset: str, quantity: str) -> list[dict[str, Any]]:
     return [
-        {"model": model, "position": position} | more
+        {"model": model, "position": position, "dataset": dataset, "quantity": quantity}
         for model in models
         for position in ("ape", "lape(ape)")
     ]
@@ -118,7 +117,7 @@ ARTIFACTS = (
             more=[
                 key
                 for quantity in ("box_ap", "mask_ap")
-                for key in _dense_keys(_SEGMENTERS[2:], dataset="coco", quantity=quantity)
+                for key in _dense_keys(_SEGMENTERS[2:], "coco", quantity)
             ],
             source="",
             claims=above("lape(ape)", "ape"),
@@ -133,7 +132,7 @@ ARTIFACTS = (
             "table_III",
             "mIoU",
             run=_dense_run,
-            more=_dense_keys(_SEGMENTERS, dataset="ade20k", quantity="miou"),
+            more=_dense_keys(_SEGMENTERS, "ade20k", "miou"),
             source="",
             claims=above("lape(ape)", "ape"),
         ),

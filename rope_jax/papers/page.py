@@ -38,7 +38,7 @@ def write_pages(results: Mapping[str, Any], folder: pathlib.Path, papers: Sequen
 
 
 def progress(result: Result) -> str:
-    """How many of an artifact's cells have a number of ours.
+    """The number of an artifact's cells that have a number of ours.
 
     >>> progress({"cells": [{"ours": None}, {"ours": "0.05"}]})
     '1 of 2'

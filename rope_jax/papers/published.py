@@ -118,7 +118,7 @@ def find_published(*, model: str, position: str, options: str = "", **key: Any) 
 
 
 def same_position(first: str, second: str) -> bool:
-    """Whether two positions are one, apart from what tables of results do not name.
+    """True if two positions are the same, except for options that tables of results do not name.
 
     >>> same_position("rope_mixed+ape", "ape+rope_mixed")
     True

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """What its model does."""
+        """The task of its model."""
         return _TASKS.get(self.recipe_name, "classify")
 
     @property
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def sized(self) -> str:
-        """What its test sizes are collected by."""
+        """The key by which its test sizes are collected."""
         return f"{self.recipe_name} {self.model}"
 
     @property
@@ -67,11 +67,11 @@ class Run:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What --only may call it."""
+        """The names by which --only selects it."""
         return tuple(filter(None, (self.model, self.position, self.options)))
 
     def with_position(self, position: str) -> "Run":
-        """The same with another scheme in all stages."""
+        """Returns the run with another scheme in all stages."""
         after = self.after and self.after.with_position(position)
         return dataclasses.replace(self, position=position, after=after)
 
@@ -139,7 +139,7 @@ class StandIn:
         return max(1, round(self.side * side / trained / self.tile)) * self.tile
 
     def on_photographs(self) -> "StandIn":
-        """The same with patches of half the side: 4 of 32 pixels."""
+        """Returns the stand-in with patches of half the side: 4 of 32 pixels."""
         if "patch_size" not in self.small:
             return self
         side = rf"\g<1>{self.tile // 2}"

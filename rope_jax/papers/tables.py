@@ -207,7 +207,7 @@ def setting_text(value: Any) -> str:
 
 
 def agrees(printed: Any, ours: str) -> bool:
-    """Whether a printed setting is ours.
+    """True if a printed setting equals ours.
 
     >>> agrees("5e - 2", "0.05"), agrees("Cosine annealing w/ warmup", "cosine")
     (True, True)

@@ -112,7 +112,7 @@ def read_checkpoint(
                 "ema=None or False"
             )
         averaged = config.averaged if ema is None else ema
-        seed_config = seeds.single(config, seed)
+        seed_config = config.single(seed)
         model = create(seed_config)
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
         all_states = {name: nnx.state(model, kind) for name, kind in kinds.items()}

@@ -32,7 +32,7 @@ def cores() -> int:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for products in bfloat16; False where Linux cannot tell."""
+    """True if the CPU has instructions for products in bfloat16; False if Linux cannot tell."""
     with contextlib.suppress(OSError):
         return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_CPU.read_text().split())
     return False

@@ -8,7 +8,6 @@ training state. Every device holds all models and its part of each model's batch
 With one seed nothing is stacked: there is no axis [K], and `vmap` returns the function itself.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
-
-from rope_jax.config import Config
 
 Tree = Any
 
@@ -31,27 +28,6 @@ def seed_array(seeds: range) -> UInt32[np.ndarray, "*K"]:
 def row_labels(seeds: range) -> list[dict[str, int]]:
     """Labels for each seed's rows in results and events; one empty label for a single seed."""
     return [{}] if len(seeds) == 1 else [{"seed": seed} for seed in seeds]
-
-
-def single(config: Config, seed: int | None = None) -> Config:
-    """The config of a run of one of the models alone.
-
-    Args:
-        config: of the run.
-        seed: of the model; None for the first.
-
-    Raises:
-        ValueError: the run has no such seed.
-    """
-    all_seeds = config.all_seeds
-    if seed is not None and seed not in all_seeds:
-        existing = (
-            f"seed {all_seeds[0]} alone"
-            if len(all_seeds) == 1
-            else f"seeds {all_seeds[0]} to {all_seeds[-1]}"
-        )
-        raise ValueError(f"seed={seed}, but the run has {existing}: use one of them, or None")
-    return dataclasses.replace(config, seed=all_seeds[0] if seed is None else seed, seeds=1)
 
 
 def stack(trees: Sequence[Tree]) -> Tree:

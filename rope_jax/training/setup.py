@@ -155,7 +155,7 @@ def create_seeds(config: Config) -> nnx.Module:
     """
     if config.seeds == 1:
         return create(config)
-    models = [create(seeds.single(config, seed)) for seed in config.all_seeds]
+    models = [create(config.single(seed)) for seed in config.all_seeds]
     graph, _ = nnx.split(models[0])
     return nnx.merge(graph, seeds.stack([nnx.state(model) for model in models]))
 

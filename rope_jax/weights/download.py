@@ -74,7 +74,7 @@ def _failure(where: str, error: Exception) -> str:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: its client alone would try for 23 seconds."""
+    """True if the hub can be reached: its client alone would try for 23 seconds."""
     from huggingface_hub import constants, utils
 
     try:

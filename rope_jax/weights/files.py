@@ -204,7 +204,7 @@ def _timm_preprocessing(entries: dict) -> Preprocessing:
 
 
 def _transformers_preprocessing(entries: dict) -> Preprocessing:
-    """That of an image processor; one that resizes to a square, without a crop, has crop 1."""
+    """The preprocessing of an image processor; resizing to a square, without a crop, is crop 1."""
     mean, std = (tuple(map(float, entries[f"image_{key}"])) for key in ("mean", "std"))
     crop = float(entries.get("crop_pct") or 1.0)
     if entries.get("do_center_crop"):

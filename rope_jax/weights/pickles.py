@@ -295,7 +295,7 @@ def build(file: io.BytesIO | mmap.mmap, storages: set[Storage] | None = None) ->
 
 
 def _known(name: Any) -> Any:
-    """What a global name stands for."""
+    """The object that a global name stands for."""
     if name not in _KNOWN:
         raise ValueError(
             f"it needs {name.replace(' ', '.', 1)[:200]!r}, which no state dict does, and which is "

@@ -70,7 +70,7 @@ class ReleasedWeights:
 
     @property
     def is_page(self) -> bool:
-        """Whether `where` is a page, from which only a person gets the file."""
+        """True if `where` is a page, from which only a person gets the file."""
         return self.file is not None and os.path.splitext(self.where)[1] not in EXTENSIONS
 
     @property
@@ -312,13 +312,13 @@ def open_listed(
 
 
 def _is_fetched(where: str, weights: ReleasedWeights) -> bool:
-    """Whether listed weights are named by their place, and not as a file that the user has."""
+    """True if listed weights are named by their place, and not as a file that the user has."""
     named = plain_hub_id(where)
     return not os.path.exists(where) and named in (weights.where, os.path.basename(named))
 
 
 def names_released(pretrained: object) -> bool:
-    """Whether `pretrained` of `create_model` is True or a tag, and not a path or a hub id."""
+    """Checks if `pretrained` of `create_model` is True or a tag, and not a path or a hub id."""
     if not isinstance(pretrained, str):
         return pretrained is True
     is_path = os.path.exists(pretrained) or "/" in pretrained

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from rope_jax import data
-from rope_jax.evaluate import resolutions
 from rope_jax.names.text import image_pair
 from rope_jax.system.sharding import make_mesh, put_batch
 from rope_jax.training.setup import assemble, create, initial_state, prepare, training_batches
@@ -56,7 +55,7 @@ def trace(config, count, classes):
 
     def step(batch):
         model = create(config)
-        for resolution in resolutions(config):
+        for resolution in config.test_sizes:
             model.grids(resolution)  # refuses those that cannot be evaluated
         setups.append(assemble(config, make_mesh(), images, images, model))
         return make_step(setups[0])(initial_state(setups[0], model), batch)

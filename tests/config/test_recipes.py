@@ -12,7 +12,6 @@ from flax import nnx
 import rope_jax
 from rope_jax import config as cfg
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate import resolutions
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 DENSE = ("dino", "mask2former", "mask_rcnn", "segmenter", "upernet")
@@ -120,7 +119,7 @@ def test_swin_trains_with_the_windows_of_its_resolution():
 def test_tiny_imagenet_can_be_evaluated_at_all_sizes(backbone, patch):
     config = resolve_recipe("tiny_imagenet", f"backbone={backbone},position=rope_mixed+ape")
     model = create(config, 50)
-    for height, width in resolutions(config):
+    for height, width in config.test_sizes:
         assert model.grids((height, width))[0] == (height // patch, width // patch)
         assert height % patch == width % patch == 0
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) < 6.1e6
@@ -149,5 +148,5 @@ def test_scenes_support_all_digits_and_sizes(name):
     config = resolve_recipe(name)
     model = create(config, 10)
     assert getattr(model.head.options, "queries", 6) >= config.data.max_boxes == scenes._NUMBER[1]
-    for size in resolutions(config):
+    for size in config.test_sizes:
         model.grids(size)

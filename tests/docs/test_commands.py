@@ -54,7 +54,6 @@ from rope_jax.papers import plan
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import loading, restore
 from rope_jax.tasks import evaluator, segmentation
-from rope_jax.tasks.seeds import single
 from rope_jax.training.setup import prepare
 from rope_jax.weights import convert, create, load, own, released
 from rope_jax.weights.files import WeightsFile
@@ -333,7 +332,7 @@ def run(folder, monkeypatch, capsys):
     page = ""
 
     def read_checkpoint(workdir, *, step=None, ema=None, seed=None):
-        run_config, model = prepare_run(single(parse_config(training_words(workdir, page)), seed))
+        run_config, model = prepare_run(parse_config(training_words(workdir, page)).single(seed))
         return nnx.clone(model), run_config, 1
 
     monkeypatch.chdir(folder)

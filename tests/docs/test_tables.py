@@ -47,7 +47,7 @@ def test_the_newest_results_are_shown():
     other = ORIGIN | {"settings": {"part": "b"}, "file": "other"}
     newest_results = newest([on_cpu, ORIGIN, other, ORIGIN | {"file": "older"}], "speed")
     assert [result["file"] for result in newest_results] == [ORIGIN["file"], "other", "cpu"]
-    assert newest(newest_results, "speed", part="b") == [other]
+    assert newest(newest_results, "speed", {"part": "b"}) == [other]
 
 
 def test_the_command_writes_only_changed_files(tmp_path, monkeypatch, capsys):

@@ -119,8 +119,8 @@ def launch_forward(task: Task, arrays: tuple, table: tuple, sets: int) -> tuple[
         jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), dtype),
         jax.ShapeDtypeStruct((batch, task.heads, cut.programs * groups * ROWS), jnp.float32),
     ]
-    program = functools.partial(Forward, task=task, plan=cut)
-    return launch(program, "attention_mosaic", arrays, table, outputs, scratch, synchronized=True)
+    operands = arrays, table, outputs, scratch
+    return launch(Forward, "attention_mosaic", task, cut, *operands, synchronized=True)
 
 
 class Forward(Program):
@@ -128,8 +128,8 @@ class Forward(Program):
 
     plan: Plan
 
-    def __init__(self, refs: tuple, **terms: Any):
-        super().__init__(refs, sources=3, **terms)
+    def __init__(self, refs: tuple, task: Task, plan: Plan):
+        super().__init__(refs, task, plan, sources=3)
         take = self.take
         self.out, self.lse = take(), take()
         self.q, self.k, self.v, self.result = (self.take_memory() for _ in range(4))

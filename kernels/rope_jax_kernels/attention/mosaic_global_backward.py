@@ -130,9 +130,9 @@ def launch_backward(
         plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=cut.blocks),
         plgpu.Barrier(num_arrivals=cut.groups),
     ]
-    program = functools.partial(Backward, needs=needs, task=task, plan=cut)
-    name = "attention_mosaic_backward"
-    return launch(program, name, arrays, table, outputs, scratch, synchronized=True)
+    program, name = functools.partial(Backward, needs=needs), "attention_mosaic_backward"
+    operands = arrays, table, outputs, scratch
+    return launch(program, name, task, cut, *operands, synchronized=True)
 
 
 class Backward(Program):
@@ -143,9 +143,9 @@ class Backward(Program):
 
     plan: Plan
 
-    def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
-        super().__init__(refs, sources=6, **terms)
-        take, task = self.take, self.task
+    def __init__(self, refs: tuple, task: Task, plan: Plan, needs: Needs):
+        super().__init__(refs, task, plan, sources=6)
+        take = self.take
         targets = [take() for _ in range(1 if task.packed else 3)]
         self.targets = targets * 3 if task.packed else targets
         self.sums = take() if needs.freqs else None

@@ -189,8 +189,9 @@ def launch(
     arrays, tables, written = vary_alike(arrays, tables, written)
     changed = [jax.new_ref(widen(task, boxes, x)) for x in written]
     wide = tuple(widen(task, boxes, x) for x in arrays)
-    make = functools.partial(program, needs=needs, task=task, plan=plan)
-    results = mosaic_program.launch(make, part.name, wide, (*tables, *changed), shapes, scratch)
+    program, tables = functools.partial(program, needs=needs), (*tables, *changed)
+    operands = wide, tables, shapes, scratch
+    results = mosaic_program.launch(program, part.name, task, plan, *operands)
     results, summed = results[: len(outputs)], results[len(outputs) :]
     results = [
         narrow(task, boxes, x, like.shape)
@@ -259,7 +260,7 @@ def numbers_buffer(task: Task, shape: tuple[int, ...]) -> Any:
 
 
 def rename(x: Float[Array, "64 _"], old: Any, new: Any) -> Float[Array, "64 _"]:
-    """The same registers in another layout, which distributes 64 rows alike.
+    """Relabels registers with another layout, which distributes 64 rows alike.
 
     Mosaic GPU has no such cast between operands and results of its matrix instructions.
     """
@@ -303,7 +304,8 @@ class Program(mosaic_program.Program):
         refs: the operands and maps of numbers of `Plan.part`, as `widen` has them; cosines and
             sines, if q and k turn, and the table of bias and mask (`make_tables`); what the kernel
             writes; shared memory and a barrier.
-        **terms: of the base.
+        task, plan: as the base has them.
+        needs: of the backward pass.
 
     Attributes:
         targets: the refs that the kernel writes.
@@ -311,11 +313,11 @@ class Program(mosaic_program.Program):
 
     plan: Plan
 
-    def __init__(self, refs: tuple, *, plan: Plan, needs: Needs, **terms: Any):
+    def __init__(self, refs: tuple, task: Task, plan: Plan, needs: Needs):
         part, self.needs = plan.part, needs
         numbers = [*part.tiles, *part.boxes]
         arrays, written = len(numbers) + part.maps, part.results + part.result_maps
-        super().__init__(refs, sources=arrays, plan=plan, **terms)
+        super().__init__(refs, task, plan, sources=arrays)
         take, self.added = self.take, self.take()
         self.boxes = boxes = plan.boxes
         memory = arrays + written + 1 + plan.held_sums
@@ -446,7 +448,7 @@ class Program(mosaic_program.Program):
         return [number_of_warp()]
 
     def sum(self, x: Float[Array, "64 _"]) -> Float[Array, "64 _"]:
-        """What products are added to."""
+        """The initial value of a sum of products."""
         return x if self.task.interpret else rename(x, TILE, self.layouts[2])
 
     def factor(self, x: Float[Array, "64 _"]) -> Float[Array, "64 _"]:
@@ -513,8 +515,8 @@ class Program(mosaic_program.Program):
 class Forward(Program):
     """The output [B, T, N, D] and lse of q, k and v."""
 
-    def __init__(self, refs: tuple, **terms: Any):
-        super().__init__(refs, **terms)
+    def __init__(self, refs: tuple, task: Task, plan: Plan, needs: Needs):
+        super().__init__(refs, task, plan, needs)
         reach = self.boxes.reach
         most = MOST_ROWS[self.task.head_dim]
         self.rows = max(n for n in range(1, most + 1) if reach % n == 0)

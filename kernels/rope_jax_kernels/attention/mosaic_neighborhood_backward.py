@@ -24,6 +24,7 @@ from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.kernel import Needs, Operands
 from rope_jax_kernels.attention.mosaic_neighborhood import (
+    Plan,
     Program,
     cut,
     launch,
@@ -101,8 +102,8 @@ def launch_keys(task: Task, needs: Needs, arrays: tuple, tables: tuple, sets: in
 class Queries(Program):
     """The gradient of a tile of queries."""
 
-    def __init__(self, refs: tuple, **terms: Any):
-        super().__init__(refs, **terms)
+    def __init__(self, refs: tuple, task: Task, plan: Plan, needs: Needs):
+        super().__init__(refs, task, plan, needs)
         self.warp_starts = self.starts()
 
     def pieces(self, row: Any) -> list[Any]:
@@ -163,8 +164,8 @@ class Queries(Program):
 class Keys(Program):
     """The gradients of a tile of keys and values."""
 
-    def __init__(self, refs: tuple, **terms: Any):
-        super().__init__(refs, **terms)
+    def __init__(self, refs: tuple, task: Task, plan: Plan, needs: Needs):
+        super().__init__(refs, task, plan, needs)
         _, *heads = self.task.offsets()
         if len(self.targets) - self.needs.freqs == 1:  # the packed gradient, in place
             self.gradients = [(self.targets[0], head) for head in heads]

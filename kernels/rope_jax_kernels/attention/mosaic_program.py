@@ -8,7 +8,6 @@ the others do not issue their instructions.
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,8 +127,10 @@ def sum_freqs_gradient(
 
 
 def launch(
-    program: functools.partial,
+    program: Callable[[tuple, Task, Any], "Program"],
     name: str,
+    task: Task,
+    plan: Plan,
     arrays: tuple,
     tables: tuple,
     outputs: list,
@@ -140,8 +141,10 @@ def launch(
     """Runs a kernel on the grid of its plan.
 
     Args:
-        program: makes a `Program` of the kernel's refs, with its task and plan as keywords.
+        program: makes a `Program` of the kernel's refs, the task and the plan.
         name: of the kernel.
+        task: the problem.
+        plan: its programs.
         arrays: operands whose first axis is the batch.
         tables: the other operands.
         outputs: shapes of its results.
@@ -149,9 +152,8 @@ def launch(
         synchronized: whether the compiler orders the accesses of a warpgroup to shared memory;
             otherwise `plgpu.commit_smem` does, where the program has it.
     """
-    task, plan = program.keywords["task"], program.keywords["plan"]
     run = plgpu.kernel(
-        lambda *refs: program(refs).run(),
+        lambda *refs: program(refs, task, plan).run(),
         out_type=outputs,
         scratch_types=scratch,
         grid=(task.heads * plan.programs * plan.sets * plan.chunks,),
@@ -200,9 +202,9 @@ class Program(abc.ABC):
         refs: arrays whose first axis is the batch; where queries and keys turn, their
             `turning_table`, the b-th of S sets for the b-th part of the examples; then what a
             subclass takes: other tables, results, shared memory and barriers.
-        sources: number of these arrays.
         task: the problem.
         plan: its programs.
+        sources: number of arrays whose first axis is the batch.
 
     Attributes:
         take: returns the next ref.
@@ -212,7 +214,7 @@ class Program(abc.ABC):
 
     meeting: Any
 
-    def __init__(self, refs: tuple, *, sources: int, task: Task, plan: Plan):
+    def __init__(self, refs: tuple, task: Task, plan: Plan, *, sources: int):
         self.take = iter(refs).__next__
         self.task, self.plan = task, plan
         self.sources = [self.take() for _ in range(sources)]

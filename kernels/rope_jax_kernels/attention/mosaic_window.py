@@ -144,9 +144,8 @@ def launch_forward(task: Task, arrays: tuple, tables: tuple, sets: int) -> tuple
         jax.ShapeDtypeStruct((batch, *cut.grid, task.heads, task.head_dim), dtype),
         jax.ShapeDtypeStruct((batch, task.heads, cut.boxes.count, cut.boxes.slots), jnp.float32),
     ]
-    program = functools.partial(Forward, task=task, plan=cut)
-    shaped = maps(task, cut, arrays)
-    out, lse = launch(program, "attention_mosaic_window", shaped, tables, outputs, scratch)
+    operands = maps(task, cut, arrays), tables, outputs, scratch
+    out, lse = launch(Forward, "attention_mosaic_window", task, cut, *operands)
     return tokens_of(task, out), lse
 
 
@@ -163,13 +162,13 @@ class Program(mosaic_program.Program):
         refs: maps [B, H, W, N or 3 N, D] and other arrays with examples; where queries and keys
             turn, cosines and sines; the bias [S, kinds, N or 1, slots, slots]; results; shared
             memory for maps; and what a subclass adds.
-        **terms: of the base.
+        task, plan, sources: as the base has them.
     """
 
     plan: Plan
 
-    def __init__(self, refs: tuple, **terms: Any):
-        super().__init__(refs, **terms)
+    def __init__(self, refs: tuple, task: Task, plan: Plan, *, sources: int):
+        super().__init__(refs, task, plan, sources=sources)
         self.bias = self.take()
         down, across = self.plan.boxes.windows
         self.row, self.column = divide(self.place, across)
@@ -253,8 +252,8 @@ class Program(mosaic_program.Program):
 class Forward(Program):
     """The output [B, H, W, N, D] and lse [B, N, windows, slots] of q, k and v."""
 
-    def __init__(self, refs: tuple, **terms: Any):
-        super().__init__(refs, sources=3, **terms)
+    def __init__(self, refs: tuple, task: Task, plan: Plan):
+        super().__init__(refs, task, plan, sources=3)
         self.out, self.lse = self.take(), self.take()
         self.held, self.result = self.take_memory(), self.take_memory()
         self.ready, self.meeting = self.take(), self.take()
@@ -375,10 +374,9 @@ def launch_backward(
         plgpu.SMEM((STAGES, cut.boxes.slots), jnp.float32),
         plgpu.SMEM((2, cut.boxes.tiles, ROWS, ROWS), dtype, transforms=transforms),
     ]
-    name = "attention_mosaic_window_backward"
-    program = functools.partial(Backward, needs=needs, task=task, plan=cut)
+    program, name = functools.partial(Backward, needs=needs), "attention_mosaic_window_backward"
     arrays = *maps(task, cut, tuple(arrays)), lse
-    results = launch(program, name, arrays, tables, outputs, scratch)
+    results = launch(program, name, task, cut, arrays, tables, outputs, scratch)
     return *(tokens_of(task, x) for x in results[: len(heads)]), *results[len(heads) :]
 
 
@@ -388,10 +386,9 @@ class Backward(Program):
     Also sums over examples of the gradients of the angles and the bias by slot, where needed.
     """
 
-    def __init__(self, refs: tuple, *, needs: Needs, **terms: Any):
-        super().__init__(refs, sources=6, **terms)
-        take, task = self.take, self.task
-        self.needs = needs
+    def __init__(self, refs: tuple, task: Task, plan: Plan, needs: Needs):
+        super().__init__(refs, task, plan, sources=6)
+        take, self.needs = self.take, needs
         targets = [take() for _ in range(1 if task.packed else 3)]
         self.targets = targets * 3 if task.packed else targets
         self.bias_sums = take() if needs.bias else None
@@ -420,7 +417,7 @@ class Backward(Program):
         plgpu.commit_smem_to_gmem_group()
 
     def are_filled(self, tile: Array) -> Bool[Array, "64 D"]:
-        """Which slots of a tile copies fill."""
+        """True for slots of a tile that copies fill."""
         slot = tile * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         spans = [(x.slot, x.rows_read * x.size[1]) for x in self.plan.boxes.boxes()]
         filled = [(slot >= first) & (slot < first + size) for first, size in spans]

@@ -224,7 +224,7 @@ class Boxes:
         )
 
     def table(self, bias: Float[Array, "N entries"] | None, scale: float) -> Float[Array, "..."]:
-        """What is added to products of queries and keys before these are scaled.
+        """The bias and mask, which are added to products of queries and keys before scaling.
 
         [kinds, N or 1, rows, 64, width]: minus infinity for pairs that do not attend, else the bias
         over the scale, which is then the initial value of the matrix instructions' sum. Float32.

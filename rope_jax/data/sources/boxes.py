@@ -4,7 +4,7 @@ import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, UInt8
@@ -296,9 +296,16 @@ class StreamedBoxes(Boxed, Streamed):
         self.annotations.check_size(example, image.shape[:2])
         return image
 
-    def example(self, example: int, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def example(
+        self,
+        example: int,
+        crop: Augmentation | None = None,
+        draw: int = 0,
+        *,
+        with_masks: bool = True,
+    ) -> dict[str, np.ndarray]:
         with self.naming(example):
-            return super().example(example, *arguments, **options)
+            return super().example(example, crop, draw, with_masks=with_masks)
 
 
 def check_boxes(images: Images | Streamed, max_boxes: int) -> None:

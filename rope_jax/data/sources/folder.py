@@ -50,7 +50,7 @@ class Files(Source):
         return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
     def spread(self, count: int) -> "Files":
-        """That many of the images, evenly spaced, so that they are of all classes."""
+        """Returns `count` of the images, evenly spaced, so that they are of all classes."""
         number = len(self.labels)
         chosen = [k * number // count for k in range(min(count, number))]
         names, labels = [self.example_name(k) for k in chosen], self.labels[chosen]

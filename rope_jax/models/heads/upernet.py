@@ -5,7 +5,7 @@ As in mmsegmentation, with its auxiliary head of one convolution, which takes pa
 
 import dataclasses
 import functools
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,17 @@ class PyramidPooling(nnx.Module):
 class ConvHead(nnx.Module):
     """A convolution of 3 x 3 and a classifier (Long et al., arXiv 1411.4038)."""
 
-    def __init__(self, inputs: int, width: int, num_classes: int, rate: float, **settings: Any):
+    def __init__(
+        self,
+        inputs: int,
+        width: int,
+        num_classes: int,
+        rate: float,
+        *,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        settings = {"rngs": rngs, "dtypes": dtypes}
         self.conv = ConvNorm(inputs, width, 3, **settings)
         self.classify = Classifier(width, num_classes, rate, **settings)
 

@@ -179,7 +179,7 @@ class SampleTargets(NamedTuple):
 
 
 class Example(NamedTuple):
-    """What the samples of an image are chosen from.
+    """An image, as samples are chosen from it.
 
     Attributes:
         targets: the objects with their masks.
