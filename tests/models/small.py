@@ -20,6 +20,19 @@ def make_filled_model(name, position=None, *, num_classes=5, **options):
     return fill(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
 
 
+def abstract(name, **options):
+    """A model of shapes only."""
+    return nnx.eval_shape(lambda: rope_jax.create_model(name, **options))
+
+
+def abstract_call(model, height, width, method="__call__"):
+    """The shapes of the results of a model's method for one image."""
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((1, height, width, 3), np.float32)
+    run = lambda state, images: getattr(nnx.merge(graph, state), method)(images)
+    return jax.eval_shape(run, state, images)
+
+
 def small_model(name, position=None, **changes):
     """A small model for 3 x 5 patches and 5 classes."""
     return make_filled_model(name, position, **SMALL | {"image_size": (6, 10)} | changes)

@@ -1,7 +1,5 @@
 """Blocks in a list and blocks in a scan make the same model."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +7,18 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.blocks import REMAT, stack_blocks
+from rope_jax.models.blocks import REMAT
 from rope_jax.training.optim import decay_mask
-from tests.models.small import compile_gradient, pictures, run, some_slow
+from tests.models.small import abstract, compile_gradient, pictures, run, some_slow
 
 VIT = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.4}
+WINDOWS = {"class_token": False, "attention": "window", "window_size": 4, "global_blocks": (1,)}
 # Two layers a round, and one left over: shifted windows, dilations, and a stage of one layer.
 STAGES = {"width": 24, "heads": (3, 3), "depths": (3, 1), "drop_path": 0.4}
 CASES = {
     "deit3_s16": (VIT, "rope_mixed+ape"),
     "deit_ti16": (VIT, "lape(ape)"),
+    "deit_s16": (VIT | WINDOWS, "rpb"),
     "cct_7_3x1": (VIT | {"depth": 3}, "ape+rpb"),
     "t2t_vit_7": ({"width": 24, "heads": 3, "token_width": 8, "random_features": 4}, "rpb"),
     "swin_t": (STAGES | {"window_size": 4}, "rope_mixed+rpb"),
@@ -85,8 +85,8 @@ def test_recomputed_blocks_give_the_same_gradients(name, remat, scan):
 
 def lower(depth, batch=1, **options):
     """The gradient of a model of this depth, before compilation."""
-    new = lambda: rope_jax.create_model("deit3_ti16", **VIT | {"depth": depth}, **options)
-    graph, params, others = nnx.split(nnx.eval_shape(new), nnx.Param, ...)
+    model = abstract("deit3_ti16", **VIT | {"depth": depth}, **options)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
     loss = lambda params, images: nnx.merge(graph, params, others)(images).sum()
     images = jax.ShapeDtypeStruct((batch, 56, 56, 3), jnp.float32)
     return jax.jit(jax.grad(loss)).lower(params, images)
@@ -105,12 +105,8 @@ def test_recomputed_blocks_keep_less():
 
 @pytest.mark.parametrize("name", CASES)
 def test_stacked_parameters_are_decayed_as_in_a_list(name):
-    listed, scanned = (
-        decay_mask(
-            nnx.state(nnx.eval_shape(functools.partial(make, name, scan_layers=scan)), nnx.Param)
-        )
-        for scan in (False, True)
-    )
+    models = (nnx.eval_shape(lambda x=x: make(name, scan_layers=x)) for x in (False, True))
+    listed, scanned = (decay_mask(nnx.state(model, nnx.Param)) for model in models)
     jax.tree.map(np.testing.assert_array_equal, stack_tree(listed), scanned)
 
 
@@ -118,9 +114,3 @@ def test_the_program_of_a_scan_does_not_grow_with_depth():
     lines = lambda scan, depth: lower(depth, scan_layers=scan).as_text().count("\n")
     assert lines(True, 3) == lines(True, 6)
     assert lines(False, 6) > 1.5 * lines(False, 3)
-
-
-def test_unequal_blocks_are_not_stacked():
-    models = [rope_jax.create_model("deit3_ti16", **VIT | {"width": width}) for width in (24, 48)]
-    with pytest.raises(ValueError, match="shape"):
-        stack_blocks([model.blocks[0] for model in models])

@@ -14,41 +14,35 @@ from rope_jax.models.cat import cross_axis
 from rope_jax.weights import export_state_dict
 from rope_jax_kernels import Rotation, rotate
 from tests.models.definition import convolve, norm, value
-from tests.models.small import make_filled_model, pictures, run
+from tests.models.small import abstract, make_filled_model, pictures, run
 from tests.parity import official
 
 SMALL = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "image_size": 8}
 RELEASED = {"operator": "released", "imprint": "decayed"}
-OPERATORS = ["paper", "released"]
 
 
 small = functools.partial(make_filled_model, "cat_5", **SMALL)
 
 
-def random(*shape):
-    return np.random.default_rng(0).standard_normal(shape)
-
-
 # The operator
 
 
-def attend(q, k, v, operator, between=None):
+def attend(q, k, v, options):
     """The output by the formulas; q, k, v are [H, W, D]."""
     scores = np.einsum("hwd,hod->hwo", q, k)
-    if between == "retnet":
+    if options.between == "retnet":
         scores = scores / np.maximum(abs(scores.sum(axis=-1, keepdims=True)), 1)
     # Of the row with the number of the query's column, or of all rows.
-    return np.einsum("hwo,wod->hwd" if operator == "paper" else "hwo,rod->hwd", scores, v)
+    return np.einsum("hwo,wod->hwd" if options.operator == "paper" else "hwo,rod->hwd", scores, v)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ["paper", "released"])
 def test_rotations_turn_queries_and_keys(operator):
-    grid = (3, 3)
-    q, k, v = random(3, *grid, 4)
-    rotation = Rotation(jnp.asarray(random(9, 2)), jnp.eye(2)[None])
-    run = functools.partial(cross_axis, grid=grid, operator=operator)
-    q, k, v = (jnp.asarray(x.reshape(1, 9, 1, 4)) for x in (q, k, v))
+    rng = np.random.default_rng(0)
+    rotation = Rotation(jnp.asarray(rng.standard_normal((9, 2))), jnp.eye(2)[None])
+    q, k, v = jnp.asarray(rng.standard_normal((3, 1, 9, 1, 4)))
+    run = functools.partial(cross_axis, grid=(3, 3), operator=operator)
     want = run(*rotate(q, k, rotation), v)
     np.testing.assert_allclose(run(q, k, v, rotation=rotation), want, rtol=0, atol=1e-12)
 
@@ -81,12 +75,10 @@ def reference(model, image, reads):
         heads = []
         for head, channels in enumerate(np.split(np.arange(options.width), options.heads)):
             keys = k[..., channels] * (1 - 2.0 ** (-5 - head))
-            settings = (options.operator, options.between)
-            out = attend(q[..., channels], keys, v[..., channels], *settings)
+            out = attend(q[..., channels], keys, v[..., channels], options)
             out = (out - out.mean()) / np.sqrt(out.var() + 1e-5)
-            heads.append(
-                out * value(block.attn.norm.scale)[head] + value(block.attn.norm.bias)[head]
-            )
+            scale, bias = (value(x)[head] for x in (block.attn.norm.scale, block.attn.norm.bias))
+            heads.append(out * scale + bias)
         x = x + np.concatenate(heads, axis=-1) @ value(block.attn.proj.kernel)
         hidden = norm(x, block.norm2, 1e-5) @ value(block.mlp.fc1.kernel)
         x = x + hidden / (1 + np.exp(-hidden)) @ value(block.mlp.fc2.kernel)
@@ -138,13 +130,9 @@ def test_float64_logits_match_the_released_code_at_both_corners():
 
 def test_weights_round_trip():
     model = small("cat_rope(mode=released)", **RELEASED)
-    state_dict = export_state_dict(model, source="cat")
-    q, v, k = np.split(state_dict["cv_head.layers.1.self_attn.qkv_proj.weight"], 3)
-    np.testing.assert_array_equal(np.concatenate([q, k, v]).T, model.blocks[1].attn.qkv.kernel[...])
-    other = rope_jax.create_model(
-        "cat_5", position="cat_rope(mode=released)", num_classes=5, **SMALL | RELEASED
-    )
-    rope_jax.convert_state_dict(other, state_dict, source="cat")
+    position = "cat_rope(mode=released)"
+    other = abstract("cat_5", position=position, num_classes=5, **SMALL | RELEASED)
+    rope_jax.convert_state_dict(other, export_state_dict(model, source="cat"), source="cat")
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
 
 
@@ -165,7 +153,7 @@ def test_pairings_convert_without_an_imprint_on_q_and_k():
 # What it costs
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ["paper", "released"])
 def test_attention_cost_grows_with_tokens_to_the_power_of_one_and_a_half(operator):
     def flops(side):
         x = jax.ShapeDtypeStruct((1, side**2, 1, 64), jnp.float32)

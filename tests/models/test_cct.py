@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import rope_jax
 from rope_jax.models import attention
 from rope_jax.weights.convert import name_table
 from rope_jax_kernels import Global
@@ -23,26 +21,12 @@ from tests.models.definition import (
     softmax,
     value,
 )
-from tests.models.small import make_filled_model, run, some_slow
+from tests.models.small import abstract, make_filled_model, run, some_slow
 
-SMALL = {"width": 32, "heads": 2, "depth": 2}
-CONVS = {
-    "7x2": {
-        "conv_layers": 2,
-        "conv_kernel": 7,
-        "conv_stride": 2,
-        "conv_width": 6,
-        "patch_size": 16,
-    },
-    "3x1": {},
-}
+CONVS = {"conv_layers": 2, "conv_kernel": 7, "conv_stride": 2, "conv_width": 6, "patch_size": 16}
 
 
-small = functools.partial(make_filled_model, image_size=(12, 20), **SMALL)
-
-
-def shapes(name, **options):
-    return nnx.eval_shape(lambda: rope_jax.create_model(name, **options))
+small = functools.partial(make_filled_model, image_size=(12, 20), width=32, heads=2, depth=2)
 
 
 # The definition
@@ -80,9 +64,9 @@ def compute_logits(model, image, table):
     [
         ("vit_lite_7_4", (12, 20), {}),
         ("cvt_7_4", (12, 20), {}),
-        ("cct_7_3x1", (9, 14), CONVS["3x1"]),
+        ("cct_7_3x1", (9, 14), {}),
         ("cct_2_3x2", (21, 13), {"conv_width": 7}),
-        ("cct_14_7x2", (45, 70), CONVS["7x2"]),
+        ("cct_14_7x2", (45, 70), CONVS),
     ],
 )
 def test_logits_match_the_definition(name, size, options):
@@ -132,15 +116,12 @@ def test_dropout_drops_weights_after_the_softmax():
     )  # each head and image by itself
 
 
-# Start
-
-
 # Weights
 
 
 def test_preprocessing_follows_the_number_of_classes():
     crops = {
-        n: name_table(shapes("cct_7_3x1", num_classes=n), "cct").preprocessing
+        n: name_table(abstract("cct_7_3x1", num_classes=n), "cct").preprocessing
         for n in (10, 100, 1000)
     }
     assert [p.crop for p in crops.values()] == [1.0, 1.0, 0.9]

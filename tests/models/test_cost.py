@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import rope_jax
 from rope_jax.models.cost import cost
+from tests.models.small import abstract
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64, "num_classes": 3}
 SIZE = (64, 96)  # 4 x 6 tokens
@@ -25,67 +25,73 @@ TRANSPOSED = 4 * 8**2  # of one token
 NECK = 24 * TRANSPOSED + 24 * TRANSPOSED + 4 * 24 * TRANSPOSED
 
 
-def abstract(name, head, **settings):
-    return nnx.eval_shape(lambda: rope_jax.create_model(name, head=head, **TINY | settings))
+def make(name, head, **settings):
+    return abstract(name, head=head, **TINY | settings)
 
 
-def counts(model, depth):
-    rows = cost(model, SIZE, depth=depth)
-    return {row.module: row.multiply_adds for row in rows if row.multiply_adds}
+def count(model, depth=None):
+    return {row.module: row.multiply_adds for row in cost(model, SIZE, depth=depth)}
 
 
 @pytest.mark.parametrize(
     ("head", "neck", "want"),
     [
-        ("linear(cells=2)", 0, 24 * 8 * 4 * 3),
-        ("segmenter(depth=2,head_dim=4)", 0, SEGMENTER),
-        ("upernet(width=4,auxiliary_width=5)", NECK, sum(UPERNET.values())),
+        ("linear(cells=2)", {}, 24 * 8 * 4 * 3),
+        ("segmenter(depth=2,head_dim=4)", {}, SEGMENTER),
+        ("upernet(width=4,auxiliary_width=5)", {"neck": NECK}, sum(UPERNET.values())),
     ],
 )
 def test_heads_match_counts_by_hand(head, neck, want):
-    model = abstract("deit_ti16", head)
-    wanted = {"backbone": BACKBONE, "head": want} | ({"neck": neck} if neck else {})
-    assert counts(model, 1) == wanted
-    if neck:
-        products = counts(model, 2)
-        assert UPERNET.items() <= {name[5:]: n for name, n in products.items()}.items()
+    products = {name: n for name, n in count(make("deit_ti16", head), 1).items() if n}
+    assert products == {"backbone": BACKBONE, "head": want} | neck
 
 
 @pytest.mark.parametrize("head", [None, "linear"])
 def test_flax_tabulate_names_the_command_and_has_no_effect(head):
     with pytest.raises(NotImplementedError, match=r"python -m rope_jax\.models\.cost"):
-        nnx.tabulate(abstract("deit_ti16", head), np.zeros((1, *SIZE, 3), np.float32))
-    abstract("deit_ti16", head)  # can still be created
+        nnx.tabulate(make("deit_ti16", head), np.zeros((1, *SIZE, 3), np.float32))
+    make("deit_ti16", head)  # can still be created
 
 
-def test_vit_adapter_matches_counts_by_hand():
-    settings = {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
-    products = counts(abstract("vit_adapter_ti16", "upernet(width=4)", **settings), None)
-    submodules = lambda name: {
-        module.removeprefix(f"{name}."): n
-        for module, n in products.items()
-        if module.startswith(f"{name}.")
-    }
-    branch = 8 * 12 + 24 + 2 * 3  # tokens of strides 8, 16 and 32
+BRANCH = 8 * 12 + 24 + 2 * 3  # tokens of strides 8, 16 and 32
+ADAPTER = {
     # 4 points in each of three maps, or in one; each has four corners.
-    injector = {"offset": 24 * 8 * 24, "weight": 24 * 8 * 12, "value": branch * 8**2}
-    injector |= {"out": 24 * 8**2}
-    interaction = "backbone.interactions.1"
-    assert submodules(f"{interaction}.injector.attn") == injector
-    assert products[f"{interaction}.injector.attn"] == 24 * 12 * 4 * 8
-    assert products[f"{interaction}.extractors.0.attn"] == branch * 4 * 4 * 8
-    assert products[f"{interaction}.extractors.0.conv"] == branch * 9 * 2
-    assert products["backbone.prior.convs.0.conv"] == 8 * 12 * 9 * 4 * 8
+    "backbone.interactions.1.injector.attn": 24 * 12 * 4 * 8,
+    "backbone.interactions.1.injector.attn.offset": 24 * 8 * 24,
+    "backbone.interactions.1.injector.attn.weight": 24 * 8 * 12,
+    "backbone.interactions.1.injector.attn.value": BRANCH * 8**2,
+    "backbone.interactions.1.injector.attn.out": 24 * 8**2,
+    "backbone.interactions.1.extractors.0.attn": BRANCH * 4 * 4 * 8,
+    "backbone.interactions.1.extractors.0.conv": BRANCH * 9 * 2,
+    "backbone.prior.convs.0.conv": 8 * 12 * 9 * 4 * 8,
+}
+# Including deformable attention and learned queries, which do not depend on the image.
+DECODER = {
+    "head.decoder.layers.0.cross.q": 5 * 8**2,
+    "head.decoder.layers.0.cross": 2 * 5 * 6 * 8,  # the map of stride 32
+    "head.decoder.layers.0.attn": 2 * 5**2 * 8,
+    "head.decoder.embed.0": 2 * 5 * 8**2,  # before and after the layer
+    "head.pixel_decoder.layers.0.attn": BRANCH * 12 * 4 * 8,
+}
+MASK2FORMER = (
+    "mask2former(queries=5,width=8,heads=1,groups=1,depth=1,hidden=4,pixel_depth=1,pixel_hidden=4)"
+)
+BARE = {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
 
 
-def test_all_products_of_queries_are_counted():
-    """Including deformable attention and learned queries, which do not depend on the image."""
-    small = "queries=5,width=8,heads=1,groups=1,depth=1,hidden=4,pixel_depth=1,pixel_hidden=4"
-    products = counts(abstract("deit_ti16", f"mask2former({small})"), None)
-    decoder = "head.decoder"
-    assert products[f"{decoder}.layers.0.cross.q"] == 5 * 8**2
-    assert products[f"{decoder}.layers.0.cross"] == 2 * 5 * 6 * 8  # the map of stride 32
-    assert products[f"{decoder}.layers.0.attn"] == 2 * 5**2 * 8
-    assert products[f"{decoder}.embed.0"] == 2 * 5 * 8**2  # before and after the layer
-    tokens = 8 * 12 + 24 + 2 * 3  # of strides 8, 16 and 32; 4 points in each, of 4 corners
-    assert products["head.pixel_decoder.layers.0.attn"] == tokens * 12 * 4 * 8
+@pytest.mark.parametrize(
+    ("name", "head", "settings", "want"),
+    [
+        ("vit_adapter_ti16", "upernet(width=4)", BARE, ADAPTER),
+        ("deit_ti16", MASK2FORMER, {}, DECODER),
+        (
+            "deit_ti16",
+            "upernet(width=4,auxiliary_width=5)",
+            {},
+            {f"head.{name}": n for name, n in UPERNET.items()},
+        ),
+    ],
+)
+def test_modules_match_counts_by_hand(name, head, settings, want):
+    products = count(make(name, head, **settings), 2 if "auxiliary" in head else None)
+    assert {module: products[module] for module in want} == want

@@ -18,15 +18,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 WIDTH, HEADS, GRID = SMALL["width"], SMALL["heads"], (3, 5)
 PLACES = places(GRID)
-EPSILON = {
-    "beit": 1e-6,
-    "dinov3": 1e-5,
-    "deit": 1e-6,
-    "deit3": 1e-6,
-    "vit": 1e-5,
-    "nat": 1e-5,
-    "dinat": 1e-5,
-}
+EPSILON = {"beit": 1e-6, "deit": 1e-6, "deit3": 1e-6}  # of others 1e-5
 
 
 def behind_class_token(rows):
@@ -110,7 +102,7 @@ def test_logits_match_the_definition(name, position, scheme):
     images = np.random.default_rng(1).standard_normal((2, 6, 10, 3))
     logits, _ = run(model, jnp.asarray(images))
     assert logits.dtype == jnp.float64
-    assert model.options.norm_epsilon == EPSILON[name.partition("_")[0]]
+    assert model.options.norm_epsilon == EPSILON.get(name.partition("_")[0], 1e-5)
     terms = scheme(model)
     if model.options.attention == "neighborhood":
         allowed = neighbourhoods(model.options.kernel_size, [model.options.dilation])

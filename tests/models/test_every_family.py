@@ -14,7 +14,10 @@ import rope_jax
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from rope_jax.training.optim import decay_mask
 from tests.models import test_vit_adapter
+from tests.models.heads import test_dino
 from tests.models.small import (
+    abstract,
+    abstract_call,
     check_gradients,
     compile_gradient,
     compile_read,
@@ -62,13 +65,11 @@ def test_maps_of_all_blocks_match_the_stages(name):
 
     usual, last, raw, both, normed = compile_read(model, read)(pictures(*SIZE))
     assert [x.shape[1:3] for x in usual] == model.grids(SIZE)
-    assert len(raw) == len(every)
     for x, end in zip(usual[:-1], ends, strict=False):  # all but the last map are not normalised
         np.testing.assert_array_equal(x, raw[end])
     want = normed[-1] if model.norms_tokens else raw[-1]
     np.testing.assert_allclose(both, normed, atol=1e-5)
-    np.testing.assert_allclose(usual[-1], want, atol=1e-5)
-    np.testing.assert_allclose(usual[-1], last[0], atol=1e-5)
+    np.testing.assert_allclose([usual[-1], last[0]], [want, want], atol=1e-5)
     for current, following in itertools.pairwise(raw):
         assert current.shape != following.shape or np.abs(current - following).max() > 1e-2
 
@@ -105,17 +106,13 @@ def test_training_in_bfloat16_reaches_every_parameter(name, position):
 
 @pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "cat_5"]))
 def test_bfloat16_affects_activations_only(name):
-    precise, rough = small(name), small(name, dtype=jnp.bfloat16)
-    for precise_leaf, rough_leaf in zip(
-        *(jax.tree.leaves(nnx.state(x)) for x in (precise, rough)), strict=True
-    ):
-        np.testing.assert_array_equal(precise_leaf, rough_leaf, strict=True)
-    want, got = (run(model, pictures(*SIZE))[0] for model in (precise, rough))
-    assert got.dtype == jnp.bfloat16
+    models = small(name), small(name, dtype=jnp.bfloat16)
+    for leaves in zip(*(jax.tree.leaves(nnx.state(x)) for x in models), strict=True):
+        np.testing.assert_array_equal(*leaves, strict=True)
+    want, got = (run(model, pictures(*SIZE))[0] for model in models)
     # Some thirty roundings in a row to 2**-8, and no more than twice their square root.
-    assert (
-        0 < np.abs(got.astype(np.float32) - want).max() < 2 * 30**0.5 * 2**-8 * np.abs(want).max()
-    )
+    most = 2 * 30**0.5 * 2**-8 * np.abs(want).max()
+    assert 0 < np.abs(got.astype(np.float32) - want).max() < most
 
 
 DROPPING = [(name, None) for name in FAMILIES] + [("deit3_s16", "cape")]
@@ -186,14 +183,11 @@ def test_stacked_blocks_give_the_same_maps():
     listed, scanned = (
         rope_jax.create_model("deit3_s16", scan_layers=scan, **options) for scan in (False, True)
     )
+    settings = {"blocks": (0, 2), "norm": False, "train": True}
+    read = lambda model, images, key: jnp.stack(model.features(images, key=key, **settings))
     key = jax.random.key(3)
-    for settings in ({}, {"train": True}):
-        read = lambda model, images, key, settings=settings: model.features(
-            images, blocks=(0, 2), norm=False, key=key, **settings
-        )
-        got, want = (compile_read(model, read)(pictures(*SIZE), key) for model in (scanned, listed))
-        for scanned_map, listed_map in zip(got, want, strict=True):
-            np.testing.assert_allclose(scanned_map, listed_map, atol=2e-5)
+    got, want = (compile_read(model, read)(pictures(*SIZE), key) for model in (scanned, listed))
+    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @pytest.mark.parametrize(("name", "block", "after"), [("swin_t", 1, 2), ("deit3_s16", 0, 1)])
@@ -226,13 +220,8 @@ def test_unsuitable_arguments_of_features_are_refused(name, settings, advice):
 def test_a_model_without_a_last_norm():
     bare = small("deit3_s16", last_norm=False)
     assert not [path for path, _ in nnx.to_flat_state(nnx.state(bare)) if path[0] == "norm"]
-    images = pictures(*SIZE)
-    (usual,), (raw,) = compile_read(
-        bare, lambda model, images, _: (model.features(images), model.features(images, norm=False))
-    )(images)
-    np.testing.assert_array_equal(usual, raw)
     with pytest.raises(ValueError, match="created with last_norm=False"):
-        bare.features(images, norm=True)
+        bare.features(pictures(*SIZE), norm=True)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +239,10 @@ def test_a_model_without_a_last_norm():
     ],
 )
 def test_grids_predict_the_maps_of_the_stem(name, size, grid):
-    model = nnx.eval_shape(lambda: rope_jax.create_model(name, depth=1, image_size=size))
-    graph, state = nnx.split(model)
-    images = jax.ShapeDtypeStruct((2, *size, 3), jnp.float32)
-    (maps,) = jax.eval_shape(lambda s, x: nnx.merge(graph, s).features(x), state, images)
+    model = abstract(name, depth=1, image_size=size)
+    (maps,) = abstract_call(model, *size, "features")
     assert model.grids(size) == [grid]
-    assert maps.shape == (2, *grid, model.options.width)
+    assert maps.shape[1:3] == grid
 
 
 # Parameters at the start of training
@@ -276,7 +263,7 @@ DECAYED = {
 
 @pytest.mark.parametrize("name", DECAYED)
 def test_decayed_weights_match_the_official_code(name):
-    model = nnx.eval_shape(lambda: rope_jax.create_model(name, depth=1))
+    model = abstract(name, depth=1)
     leaves = jax.tree.leaves_with_path(decay_mask(nnx.state(model, nnx.Param)))
     mask = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     decayed, spared = DECAYED[name]
@@ -286,6 +273,32 @@ def test_decayed_weights_match_the_official_code(name):
 
 # Layers that start as torch's, and the number of their inputs; standard deviations; constants.
 STARTS = {
+    "vit_digits": (
+        {"depth": 1, "position": "ape"},
+        {"patch_embed.proj": 12},
+        dict.fromkeys(
+            ("position.embedding", "blocks.0.attn.qkv.kernel", "blocks.0.mlp.fc2.kernel"), 0.02
+        )
+        | {"head.kernel": 0.02},
+        {"blocks.0.norm1.scale": 1, "blocks.0.norm1.bias": 0, "blocks.0.mlp.fc1.bias": 0},
+    ),
+    "deit3_ti16": ({"depth": 1}, {}, {}, {"blocks.0.scale1.gamma": 1e-4}),
+    "deit_ti16": (
+        test_dino.VIT | {"head": test_dino.HEAD},
+        {},
+        {"head.label_embed": 1, "head.transformer.level_embed": 1},
+        {
+            "head.transformer.classes.0.bias": -math.log(99),
+            "head.transformer.boxes.2.layers.2.kernel": 0,
+            "head.transformer.boxes.2.layers.2.bias": 0,
+        },
+    ),
+    "nat_small": (
+        {"width": 8, "depths": (1,), "heads": (1,), "dilations": (1,), "image_size": 16},
+        {},
+        {},
+        {"stages.0.blocks.0.scale2.gamma": 1e-5},
+    ),
     "cat_5": (
         {"depth": 1, "width": 240, "heads": 3, "patch_size": 2, "image_size": 8},
         {"blocks.0.attn.qkv": 240, "head": 240, "patch_embed.proj": 12},
@@ -347,6 +360,7 @@ STARTS = {
         {
             "stages.1.blocks.0.attn.logit_scale": math.log(10),
             "stages.1.blocks.0.attn.qv_bias": 0,
+            "stages.1.blocks.0.norm1.scale": 0,
             "stages.1.blocks.0.norm2.scale": 0,
             "stages.0.downsample.norm.scale": 1,
             "stages.1.position.bias1": 0,
@@ -370,10 +384,8 @@ STARTS = {
 def test_initial_weights_match_the_official_code(name):
     options, uniform, spreads, constants = STARTS[name]
     model = rope_jax.create_model(name, num_classes=100, **options)
-    params = {
-        ".".join(map(str, path)): np.asarray(x[...])
-        for path, x in nnx.to_flat_state(nnx.state(model))
-    }
+    state = nnx.to_flat_state(nnx.state(model))
+    params = {".".join(map(str, path)): np.asarray(x[...]) for path, x in state}
     for layer, inputs in uniform.items():  # within one over the root of the number of inputs
         for part, least in (("kernel", 0.99), ("bias", 0.9)):
             largest = np.abs(params.get(f"{layer}.{part}", inputs**-0.5)).max()

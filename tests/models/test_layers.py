@@ -30,10 +30,8 @@ def make_layer(kind, dtype):
     params = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), nnx.to_pure_dict(params)
     )
-    images, d_out = (
-        rng.normal(size=(64, 16, 16, 3)),
-        1 + 0.1 * rng.normal(size=(64, *((4, 4) if kind == "patches" else (16, 16)), 8)),
-    )
+    side = 4 if kind == "patches" else 16
+    images, d_out = rng.normal(size=(64, 16, 16, 3)), rng.normal(1, 0.1, (64, side, side, 8))
     return lambda params, x: nnx.merge(graph, params, rest)(x), params, images, d_out
 
 

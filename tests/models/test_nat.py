@@ -3,17 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import rope_jax
 from rope_jax_kernels import Neighborhood
 from tests.kernels.attention_pairs import mask
 from tests.models.definition import convolve, norm
 from tests.models.test_swin import (
     assert_is_its_definition,
     attend_on,
-    axial,
-    offsets,
+    make_terms,
     tiny,
 )
 
@@ -61,13 +58,7 @@ def test_nat_matches_its_definition_on_maps_of_any_size(name, position, parts):
     dilations = (3, 2) if name.startswith("di") else (1, 1)
     model = tiny(name, position, dtype=jnp.float64, kernel_size=3, dilations=dilations)
 
-    def terms(stage, block, grid):
-        if position == "rpb":
-            return offsets(
-                model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1
-            ), None
-        return None, lambda head: axial(2 << stage)(grid, head)
-
+    terms = make_terms(model, position, dilations)
     assert_is_its_definition(model, neighbourhoods(3, dilations), terms, **parts)
 
 
@@ -75,22 +66,8 @@ def test_nat_matches_its_definition_on_maps_of_any_size(name, position, parts):
 @pytest.mark.parametrize("position", ["rpb", pytest.param("lape(ape)", marks=pytest.mark.slow)])
 def test_pad_compat_pads_as_natten_0_14(position):
     """Maps of 9 x 13 and 5 x 7 tokens, padded in every second block to 12 x 13 and 6 x 7."""
-    dilations = (4, 2)
-    model = tiny(
-        "dinat_base",
-        position,
-        dtype=jnp.float64,
-        kernel_size=3,
-        dilations=dilations,
-        pad_compat=True,
-    )
-
-    def terms(stage, block, grid):
-        return (
-            offsets(model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1)
-            if position == "rpb"
-            else None
-        ), None
+    dilations, options = (4, 2), {"kernel_size": 3, "pad_compat": True}
+    model = tiny("dinat_base", position, dtype=jnp.float64, dilations=dilations, **options)
 
     def attend(grid, x, block, heads, where, allowed, terms):
         if position != "rpb":
@@ -102,39 +79,7 @@ def test_pad_compat_pads_as_natten_0_14(position):
         out = attend_on(padded, zeros.reshape(-1, x.shape[1]), block, heads, where, allowed, terms)
         return out.reshape(zeros.shape)[: grid[0], : grid[1]].reshape(x.shape)
 
+    terms = make_terms(model, position, dilations)
     assert_is_its_definition(
         model, neighbourhoods(3, dilations), terms, attend=attend, **CONVOLUTIONS
     )
-
-
-def test_dilations_match_the_papers():
-    for name, depths in {
-        "dinat_mini": (3, 4, 6, 5),
-        "dinat_base": (3, 4, 18, 5),
-        "dinat_s_small": (2, 2, 18, 2),
-    }.items():
-        model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
-        dilations = [
-            [pattern.dilation[0] for pattern in model.patterns(stage, (56, 56))]
-            for stage in range(4)
-        ]
-        assert dilations == [
-            ([1, most] * depth)[:depth] for depth, most in zip(depths, (8, 4, 2, 1), strict=True)
-        ]
-
-
-def test_layer_scale_matches_the_official_code():
-    scales = {}
-    for name in rope_jax.list_models("*nat_[tsmb]*"):
-        make = lambda name=name: rope_jax.create_model(name, depths=(1,), heads=(2,))
-        scales[name] = nnx.eval_shape(make).stages[0].blocks[0].scale1 is not None
-    assert {name for name, scaled in scales.items() if scaled} == {
-        "nat_small",
-        "nat_base",
-        "dinat_base",
-    }
-    assert len(scales) == 14
-    model = rope_jax.create_model(
-        "nat_small", width=8, depths=(1,), heads=(1,), dilations=(1,), image_size=16, num_classes=2
-    )
-    np.testing.assert_array_equal(model.stages[0].blocks[0].scale2.gamma[...], np.float32(1e-5))

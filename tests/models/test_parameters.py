@@ -47,10 +47,9 @@ CASES = [
     ],
 ]
 _STAGES = json.loads((DATA / "golden.json").read_text())["params"]
-SCHEMES = {"rpb": "rpb", "none": "none", "none_or_axial": "rope2d(base=50)", "mixed": "rope_mixed"}
-SCHEMES |= {"mixed_rpb": "rope_mixed+rpb", "rpb_ape": "rpb+ape"}
+SCHEMES = {"none_or_axial": "rope2d(base=50)", "mixed": "rope_mixed", "mixed_rpb": "rope_mixed+rpb"}
 STAGES = [
-    (name, SCHEMES[scheme], count)
+    (name, SCHEMES.get(scheme, scheme.replace("_", "+")), count)
     for name, counts in _STAGES.items()
     for scheme, count in counts.items()
 ]

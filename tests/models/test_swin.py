@@ -20,8 +20,8 @@ from rope_jax_kernels import Window, window_bias
 from tests.kernels.attention_pairs import mask
 from tests.models.definition import attend, convolve, dense, norm, places, run_block, value
 from tests.models.small import (
+    abstract,
     compile_read,
-    fill,
     make_filled_model,
     pictures,
     run,
@@ -130,6 +130,26 @@ def axial(heads):
     return theta
 
 
+def make_terms(model, position, dilations=None):
+    """Bias and angles of a scheme as `stage_maps` takes them; with dilations, of NAT."""
+
+    def terms(stage, block, grid):
+        step = dilations[stage] if dilations and block % 2 else 1
+        kinds = {
+            "rpb": lambda: offsets(
+                model, stage, block, grid, sign=-1 if dilations else 1, step=step
+            ),
+            "cpb": lambda: network_bias(model, stage, block, grid),
+        }
+        angles = {
+            "rope_mixed": lambda: mixed_angles(model, stage, block, grid),
+            "axial_rope": lambda: lambda head: axial(2 << stage)(grid, head),
+        }
+        return tuple(of[position]() if position in of else None for of in (kinds, angles))
+
+    return terms
+
+
 def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
     images = pictures(*size).astype(jnp.float64)
     assert model.options.norm_epsilon == 1e-5
@@ -142,38 +162,21 @@ def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
     np.testing.assert_allclose(run(model, images)[0], logits, rtol=0, atol=1e-10)
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("position", "size"),
-    some_slow(
-        [("rpb", 4), ("rpb", 5), ("rpb", 7), ("rope_mixed", 4), ("axial_rope", 3)],
-        [("rpb", 5)],
-    ),
-)
-def test_swin_matches_its_definition_if_windows_do_not_divide_maps(position, size):
-    model = tiny("swin_t", position, dtype=jnp.float64, window_size=size)
-    terms = {
-        "rpb": lambda stage, block, grid: (offsets(model, stage, block, grid, sign=1), None),
-        "rope_mixed": lambda stage, block, grid: (None, mixed_angles(model, stage, block, grid)),
-        "axial_rope": lambda stage, block, grid: (None, lambda head: axial(2 << stage)(grid, head)),
-    }[position]
-    assert_is_its_definition(model, windows(size), terms)
+# Windows that do not divide maps, and maps of the official code: of 8 x 16 and 4 x 8, of 4 x 8 and
+# 2 x 4, and of 8 x 8 and 4 x 4 tokens.
+CASES = [("rpb", SIZE, 4), ("rpb", SIZE, 5), ("rpb", SIZE, 7), ("rope_mixed", SIZE, 4)]
+CASES += [("axial_rope", SIZE, 3), ("rpb", (32, 64), 4), ("rpb", (64, 32), 4)]
+CASES += [("rpb", (16, 32), 8), ("rpb", (32, 32), 7)]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("size", "window"),
-    some_slow(
-        [((32, 64), 4), ((64, 32), 4), ((16, 32), 8), ((32, 32), 7)],
-        [((16, 32), 8)],
-    ),
+    ("position", "size", "window"),
+    some_slow(CASES, [("rpb", SIZE, 5), ("rpb", (16, 32), 8)]),
 )
-def test_swin_is_the_official_one_on_small_maps(size, window):
-    """Maps of 8 x 16 and 4 x 8, of 4 x 8 and 2 x 4, and of 8 x 8 and 4 x 4 tokens."""
-    model = tiny("swin_t", "rpb", image_size=size, dtype=jnp.float64, window_size=window)
-    assert_is_its_definition(
-        model, windows(window), lambda *where: (offsets(model, *where, sign=1), None), size=size
-    )
+def test_swin_matches_its_definition(position, size, window):
+    model = tiny("swin_t", position, image_size=size, dtype=jnp.float64, window_size=window)
+    assert_is_its_definition(model, windows(window), make_terms(model, position), size=size)
 
 
 # Swin V2
@@ -208,20 +211,7 @@ def test_swin_v2_matches_its_definition(name, position):
     for stage in model.stages:
         scales = stage.blocks[0].attn.logit_scale
         scales.set_value(scales[...].at[0].set(3).at[-1].set(5))  # beyond ln 100
-    terms = {
-        "cpb": lambda *where: (network_bias(model, *where), None),
-        "rpb": lambda *where: (offsets(model, *where, sign=1), None),
-        "rope_mixed": lambda *where: (None, mixed_angles(model, *where)),
-    }[position]
-    assert_is_its_definition(model, windows(4), terms)
-    assert nnx.eval_shape(lambda: rope_jax.create_model("swinv2_t")).window == (8, 8)
-
-
-def test_blocks_of_swin_v2_start_as_the_identity():
-    model = rope_jax.create_model("swinv2_t", image_size=64, window_size=4, num_classes=5, **TINY)
-    read = lambda model, images, _: (model.patch_embed(images), model.features(images)[0])
-    embedded, features = compile_read(model, read)(pictures(64, 64))
-    np.testing.assert_array_equal(embedded, features)
+    assert_is_its_definition(model, windows(4), make_terms(model, position))
 
 
 def test_the_clamp_of_cosine_attention_passes_no_gradient():
@@ -235,25 +225,15 @@ def test_the_clamp_of_cosine_attention_passes_no_gradient():
     )
     run = lambda params, qkv: nnx.merge(graph, params).prepare(qkv)
     made, pull = jax.vjp(run, params, qkv)
-    lengths = np.linalg.norm(made, axis=-1)
-    np.testing.assert_allclose(lengths[0, 1:, 0], [[math.exp(4), 100]] * 2, rtol=1e-6)
-    np.testing.assert_allclose(lengths[0, 1:, 1], 1, rtol=1e-6)
-    np.testing.assert_array_equal(made[:, :, 2], qkv[:, :, 2])
-    assert not lengths[0, 0].any()
     of_params, of_qkv = pull(made)
-    gradient = of_params["logit_scale"][...]
-    assert gradient[0] > 1
-    assert gradient[1] == 0
+    np.testing.assert_array_equal(of_params["logit_scale"][...] > 1, [True, False])
+    assert of_params["logit_scale"][1] == 0
     assert np.isfinite(of_qkv).all()
 
 
 def test_larger_windows_extend_those_of_training(tmp_path):
-    """By default; `normalise=current` sees the same range in all of them."""
-    make = lambda size, position="cpb", **settings: rope_jax.create_model(
-        "swinv2_t", position=position, num_classes=5, image_size=size, **TINY, **settings
-    )
-    trained = fill(make(64, window_size=4))
-    rope_jax.save_pretrained(trained, tmp_path)
+    assert abstract("swinv2_t").window == (8, 8)
+    rope_jax.save_pretrained(tiny("swinv2_t", image_size=64, window_size=4), tmp_path)
     larger = rope_jax.create_model(tmp_path, image_size=96)
     assert [stage.position.border for stage in larger.stages] == [(3, 3), (3, 3)]
     larger = rope_jax.create_model(tmp_path, image_size=96, window_size=6)
@@ -261,16 +241,9 @@ def test_larger_windows_extend_those_of_training(tmp_path):
     for model in (larger, rope_jax.create_model(tmp_path / "larger")):
         assert model.window == (6, 6)
         assert [stage.position.border for stage in model.stages] == [(3, 3), (3, 3)]
-    trained.scale_windows()
-    trained.resize(32 * 6)
-    bias, grid = network_bias(trained, 0, 1, (6, 6), border=[3, 3]), (48, 48)
-    table = trained.stages[0].position.terms(grid).layer(1).bias
+    bias, grid = network_bias(larger, 0, 1, (6, 6), border=[3, 3]), (24, 24)
+    table = larger.stages[0].position.terms(grid).layer(1).bias
     np.testing.assert_allclose(window_bias(table, (6, 6))[1], bias(1), rtol=1e-5)
-    current = make(64, "cpb(normalise=current)", window_size=None)
-    nnx.update(current, nnx.state(trained, nnx.Param))
-    table = current.stages[0].position.terms(grid).layer(1).bias
-    bias = network_bias(trained, 0, 1, (2, 2), border=[1, 1])
-    np.testing.assert_allclose(window_bias(table, (2, 2))[1], bias(1), rtol=1e-5)
 
 
 # Sizes
@@ -289,14 +262,10 @@ def test_relative_windows_and_tables_grow_with_the_image():
     assert model.window == (3, 3)
     assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(5, 5)] * 2
     model.resize((64, 160))
-    assert model.window == (2, 5)
+    assert model.patterns(1, (2, 20)) == [Window((2, 5)), Window((2, 5), (0, 2))]
     assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(3, 9)] * 2
     assert run(model, pictures(64, 160))[0].shape == (2, 5)
-    message = (
-        "window_size=None stands for a thirty-second of the image, which its size 224x100 does "
-        "not allow: use an image size divisible"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"window_size=None .* 224x100"):
         model.resize((224, 100))
 
 
@@ -324,34 +293,18 @@ def test_windows_fit_short_maps(grid, size, shift):
     assert model.stages[0].position.terms(grid).rotation.coords.shape == (size[0] * size[1], 2)
 
 
-def test_rectangular_windows_fit_each_axis():
-    model = tiny("swin_t", "rpb", image_size=(64, 160), window_size=None)
-    assert model.patterns(1, (2, 20)) == [Window((2, 5)), Window((2, 5), (0, 2))]
-
-
 # Positions
 
 
 @pytest.mark.parametrize("name", ["swin_t", "nat_mini"])
 def test_absolute_embeddings_act_on_the_first_stage_only(name):
-    count = lambda position: sum(
-        x.size for x in jax.tree.leaves(nnx.state(tiny(name, position), nnx.Param))
-    )
+    leaves = lambda model: jax.tree.leaves(nnx.state(model, nnx.Param))
+    count = lambda position: sum(x.size for x in leaves(tiny(name, position)))
     assert count("ape+rpb") - count("rpb") == 9 * 13 * 16
     assert count("ape") - count("none") == 9 * 13 * 16
     assert count("lape(ape)") - count("none") == sum(
         (h * w + 2 * 2) * 16 * 2**stage for stage, (h, w) in enumerate([(9, 13), (5, 7)])
     )
-
-
-# Training
-
-
-def test_drop_path_grows_over_all_blocks():
-    for name, last in {"swin_t": 0.2, "swin_s": 0.3, "swinv2_b": 0.5}.items():
-        model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
-        rates = [rate for stage in model.stages for rate in stage.rates]
-        np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
 
 
 # What is refused

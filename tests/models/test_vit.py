@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import rope_jax
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.layers import check_images
 from tests.models.small import (
+    abstract,
     check_gradients,
     compile_gradient,
     pictures,
@@ -77,34 +77,31 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     np.testing.assert_array_equal(out[kept], branch[kept] / 0.75)
     # The fraction kept is binomial: five standard deviations of sqrt(.75 * .25 / 4000) = 0.0068.
     assert abs(kept.mean() - 0.75) < 0.035
-    ones = drop_path(jnp.ones((4000, 1)), 0.25, jax.random.key(1))
-    assert abs(float(ones.mean()) - 1) < 0.035 / 0.75
-
-
-def test_drop_path_without_rate_or_key_is_the_identity():
-    branch = jnp.ones((4, 3))
-    assert drop_path(branch, 0.0, jax.random.key(0)) is branch
-    assert drop_path(branch, 0.5, None) is branch
+    for rate, key in ((0.0, jax.random.key(0)), (0.5, None)):
+        assert drop_path(branch, rate, key) is branch
     assert drop_path(branch.astype(jnp.bfloat16), 0.3, jax.random.key(0)).dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
-def test_drop_path_schedules():
-    rates = lambda **options: small_model("vit_s16", depth=4, drop_path=0.3, **options).rates
-    np.testing.assert_allclose(rates(), [0, 0.1, 0.2, 0.3], rtol=1e-12)
-    assert rates(drop_path_schedule="constant") == (0.3,) * 4
-    deit3 = nnx.eval_shape(lambda: rope_jax.create_model("deit3_b16", depth=3))
-    assert deit3.rates == (0.1,) * 3  # constant over depth
-    base = nnx.eval_shape(lambda: rope_jax.create_model("vit_b16", depth=3))
-    assert base.rates == (0.0, 0.2, 0.4)
+@pytest.mark.parametrize(
+    ("name", "options", "rates"),
+    [
+        ("vit_s16", {"depth": 4, "drop_path": 0.3}, (0, 0.1, 0.2, 0.3)),
+        ("vit_s16", {"depth": 2, "drop_path_schedule": "constant"}, (0.1, 0.1)),
+        ("deit3_b16", {"depth": 3}, (0.1, 0.1, 0.1)),
+        ("vit_b16", {"depth": 3}, (0, 0.2, 0.4)),
+        ("swin_t", {}, np.linspace(0, 0.2, 12)),  # over the blocks of all stages
+        ("swin_s", {}, np.linspace(0, 0.3, 24)),
+        ("swinv2_b", {}, np.linspace(0, 0.5, 24)),
+    ],
+)
+def test_drop_path_grows_over_all_blocks(name, options, rates):
+    parts = abstract(name, **options).parts().values()
+    np.testing.assert_allclose([x for part in parts for x in part.rates], rates, rtol=1e-12)
 
 
 def test_branches_of_a_block_are_dropped_independently():
-    model, images = (
-        small_model("vit_s16", depth=1, drop_path=0.5, drop_path_schedule="constant"),
-        pictures(6, 10, batch=1),
-    )
-    images = jnp.broadcast_to(images, (64, *images.shape[1:]))
+    model = small_model("vit_s16", depth=1, drop_path=0.5, drop_path_schedule="constant")
+    images = jnp.tile(pictures(6, 10, batch=1), (64, 1, 1, 1))
     logits = np.asarray(run(model, images, True, jax.random.key(0))[0])
     # 64 equal images see four cases: neither branch dropped, the first, the second, both. All
     # four are missed with 4 * .75**64 < 1e-7.

@@ -1,7 +1,5 @@
 """Mask R-CNN: samples, padding, and a model of a whole; tests/parity has the other choices."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,19 +9,11 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads.boxes import suppress
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.mask_rcnn.choices import (
-    Objects,
-    Samples,
-    SampleTargets,
-    assign,
-    detect,
-    sample,
-)
+from rope_jax.models.heads.mask_rcnn.choices import Samples, SampleTargets, detect, sample
 from rope_jax.models.heads.mask_rcnn.losses import TrainPredictions, region_losses
 from rope_jax.tasks import TASKS
 from tests.models.small import (
     check_gradients,
-    compile_call,
     compile_gradient,
     make_filled_model,
 )
@@ -51,16 +41,6 @@ def test_only_valid_boxes_that_are_kept_suppress_others(first, kept):
     assert np.flatnonzero(result).tolist() == kept
 
 
-@pytest.mark.parametrize(("real", "owners"), [(3, [-1, 1, 0, 3, -1]), (0, [0, 0, 0, 0, -1])])
-def test_objects_own_boxes_that_overlap_enough(real, owners):
-    """Overlaps of 0.5, 0.8 with the first object, 0.2 with the second, 0.5 with the third."""
-    objects = np.float32([[0, 0, 10, 10], [30, 0, 40, 10], [60, 0, 70, 10], [90, 0, 99, 9]])
-    boxes = [[0, 0, 10, 5], [0, 0, 10, 8], [30, 0, 40, 2], [60, 0, 70, 5], [60, 0, 70, 10]]
-    run = jax.jit(functools.partial(assign, low=0.3, high=0.7))
-    assigned = run(Objects(objects, np.arange(4) < real), np.float32(boxes), np.arange(5) < 4)
-    assert assigned.tolist() == owners
-
-
 @pytest.mark.parametrize(("objects", "background"), [(30, 30), (2, 30), (2, 3), (30, 2), (0, 3)])
 def test_samples_are_drawn_without_replacement(objects, background):
     rng = np.random.default_rng(2)
@@ -68,13 +48,14 @@ def test_samples_are_drawn_without_replacement(objects, background):
     owners = rng.permutation(owners)
     draws = rng.random(len(owners)).astype(np.float32)
     drawn = jax.jit(sample, static_argnums=(2, 3))(owners, draws, 16, 8)
-    positive, negative = (np.asarray(drawn.owner) > 0), (np.asarray(drawn.owner) == 0)
+    owner = np.asarray(drawn.owner)
+    positive, negative = owner > 0, owner == 0
     count = min(objects, 8)
     assert (positive.sum(), negative.sum()) == (count, min(background, 16 - count))
     assert positive[:count].all()
     index = np.asarray(drawn.index)[positive | negative]
     assert len(set(index.tolist())) == len(index)
-    np.testing.assert_array_equal(owners[index], np.asarray(drawn.owner)[positive | negative])
+    np.testing.assert_array_equal(owners[index], owner[positive | negative])
 
 
 def test_samples_that_are_padding_have_no_loss():
@@ -137,22 +118,10 @@ def test_losses_are_finite_and_reach_every_parameter(model):
         return task.loss(model, prepared, config, key=key)
 
     run = compile_gradient(model, loss, has_aux=True)
-    (value, accuracy), gradients = run(some_batch(), jax.random.key(0))
-    assert np.isfinite(float(value))
-    assert 0 <= float(accuracy) <= 1
+    (value, _), gradients = run(some_batch(), jax.random.key(0))
+    assert np.isfinite(value)
     heads = [("head", part) for part in ("anchor_head", "box_head", "mask_head")]
     check_gradients(gradients, silent=lambda path: path[:2] not in heads)
-
-
-def test_detections_are_padded_and_inside_images(model):
-    batch = some_batch()
-    found = compile_call(model)(batch["image"] / 255, batch["extent"])
-    assert found.masks.shape == (2, 7, 28, 28)
-    assert ((found.masks >= 0) & (found.masks <= 1)).all()
-    boxes, scores = map(np.asarray, (found.boxes, found.scores))
-    assert (np.diff(scores) <= 0).all()
-    assert not boxes[scores == 0].any()
-    assert ((boxes >= 0) & (boxes <= np.tile(batch["extent"][:, None, ::-1], 2))).all()
 
 
 def test_an_exported_program_takes_any_number_of_images(model, tmp_path):
@@ -161,7 +130,6 @@ def test_an_exported_program_takes_any_number_of_images(model, tmp_path):
     shapes = jax.tree.unflatten(program.out_tree, [x.shape for x in program.out_avals])
     batch = program.in_avals[-1].shape[0]
     assert not isinstance(batch, int)
-    assert shapes["boxes"] == (batch, 7, 4)
     assert shapes["masks"] == (batch, 7, 28, 28)
 
 
