@@ -94,8 +94,7 @@ def valid(sizes, padded):
     return np.asarray(jax.jit(choices.anchors_inside)(anchors(sizes), np.asarray(padded)))
 
 
-def assign(boxes, objects, pos, neg, low):
-    assert neg == low
+def assign(boxes, objects, pos, low):
     rows = np.zeros((9, 4))
     rows[: len(objects)] = objects
     padded = choices.Objects(rows, np.arange(9) < len(objects))
@@ -115,13 +114,10 @@ def levels(boxes):
 
 
 def roi_features(maps, boxes, image, size):
-    count, images = len(boxes), len(maps[0])
-    if not count:
-        return np.zeros((0, maps[0].shape[1], size, size))
-    everywhere = np.broadcast_to(boxes, (images, count, 4))
+    everywhere = np.broadcast_to(boxes, (len(maps[0]), *boxes.shape))
     run = jax.jit(regions.align, static_argnums=(2, 3))
     features = np.asarray(run([nhwc(x) for x in maps], everywhere, STRIDE, size))
-    return nchw(features[np.asarray(image), np.arange(count)])
+    return nchw(features[image, np.arange(len(boxes))])
 
 
 def detect(boxes, cls, reg, extent, most):

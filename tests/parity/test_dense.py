@@ -1,12 +1,10 @@
 """Dense prediction equals official code."""
 
 import pytest
-from flax import nnx
 
-import rope_jax
 from rope_jax.weights import export_state_dict
 from tests.models.small import some_slow
-from tests.parity.dense import differences, find_check, goldens
+from tests.parity.dense import differences, find_check, goldens, load
 from tests.parity.official import assert_equal
 
 QUICK = ["dino_losses", "msda", "upernet_heads", "vit_adapter"]
@@ -43,11 +41,9 @@ def test_outputs_match_the_official_code(name):
 )
 def test_weights_round_trip(name, source):
     golden = goldens()[name]
-    weights = golden.weights
-    model = nnx.eval_shape(lambda: find_check(name).make_model(golden.case, weights, "float32"))
-    rope_jax.convert_state_dict(model, weights, source=source)
+    model = load(golden, "float32", source)
     # The class token's entry in tables is not used.
     used = lambda arrays: {
         key: array[:, 1:] if key.endswith("pos_embed") else array for key, array in arrays.items()
     }
-    assert_equal(used(export_state_dict(model, source=source)), used(weights))
+    assert_equal(used(export_state_dict(model, source=source)), used(golden.weights))

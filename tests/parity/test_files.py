@@ -1,9 +1,7 @@
 """Files of weights: reading, refusals before reading, and metadata."""
 
-import functools
 import io
 import json
-import pathlib
 import re
 import sys
 import warnings
@@ -26,6 +24,8 @@ from rope_jax.weights import (
 from rope_jax.weights.convert import name_table
 from rope_jax.weights.files import open_weights
 from rope_jax.weights.metadata import Metadata
+from tests.models.small import some_slow
+from tests.parity.official import assert_equal
 from tests.parity.test_convert import assert_same
 
 SIZES = {"width": 48, "heads": 3, "depth": 2, "num_classes": 5, "image_size": 64}
@@ -62,122 +62,6 @@ def test_preprocessing_follows_the_source(name, position, image_size, source, cr
     assert (preprocessing.crop, preprocessing.short_side(image_size)) == (crop, resized)
 
 
-@pytest.mark.slow
-def test_sources_tolerate_models_of_other_sources(tmp_path):
-    """All sources list their names if a file does not identify its own."""
-    np.savez(tmp_path / "model.npz", nothing=np.zeros(1, np.float32))
-    models = [
-        ("deit3_s16", "rope2d(pairing=interleaved)", {"depth": 1}),
-        ("swin_t", "rope2d(pairing=interleaved)", {"depths": (1,), "heads": (1,)}),
-        ("nat_mini", "rpb", {"depths": (1,), "heads": (1,)}),
-        *(
-            (name, None, {"depth": 1})
-            for name in (
-                "cat_5",
-                "cct_7_3x1",
-                "ceit_t",
-                "t2t_vit_7",
-                "beit_b16",
-                "dinov3_s16",
-                "resformer_ti16",
-            )
-        ),
-    ]
-    for name, position, options in models:
-        model = nnx.eval_shape(
-            functools.partial(rope_jax.create_model, name, position=position, **options)
-        )
-        with pytest.raises(ValueError, match=r"in a known source .*, but nothing: take"):
-            load_pretrained(model, tmp_path / "model.npz")
-
-
-def test_lower_precision_is_read(tmp_path):
-    state_dict = export_state_dict(small(), source="deit")
-    for dtype in (np.float16, ml_dtypes.bfloat16):
-        rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
-        safetensors.numpy.save_file(rounded, tmp_path / "model.safetensors")
-        model = small(pretrained=tmp_path / "model.safetensors")
-        np.testing.assert_array_equal(
-            model.head.kernel[...], rounded["head.weight"].astype(np.float32).T
-        )
-
-
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_weights_that_are_not_finite_are_refused(value, tmp_path):
-    state_dict = export_state_dict(small(), source="deit")
-    state_dict["head.bias"] = np.array([0, 0, 0, value, 0], np.float32)
-    np.savez(tmp_path / "model.npz", **state_dict)
-    model = small(seed=1)
-    message = r"^head\.bias of '.*model\.npz' holds NaN or infinite values: take other weights"
-    with pytest.raises(ValueError, match=message):
-        load_pretrained(model, tmp_path / "model.npz")
-    with pytest.raises(ValueError, match=r"^head\.bias of 'state_dict' holds NaN"):
-        rope_jax.convert_state_dict(model, state_dict, source="deit")
-    assert_same(model, small(seed=1))
-
-
-class Marker:
-    """Leaves a trace when unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return pathlib.Path.touch, (self.path,)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.npz",
-        "model.pt",
-        "model.pth",
-        "model.bin",
-        "model.pkl",
-        "model.npy",
-        "model.safetensors",
-    ],
-)
-def test_pickles_are_never_opened(name, tmp_path):
-    marker = tmp_path / "marker"
-    pickled = npy(np.array([Marker(marker)], object))
-    with zipfile.ZipFile(tmp_path / name, "w") as archive:
-        for key in export_state_dict(small(), source="deit"):
-            archive.writestr(f"{key}.npy", pickled)
-    with pytest.raises(
-        ValueError,
-        match=r"has dtype object; weights are floating-point|is not a safetensors file|"
-        r"has no data\.pkl|weights are read from",
-    ):
-        small(pretrained=tmp_path / name)
-    assert not marker.exists()
-
-
-def test_unfitting_files_are_refused_by_their_headers(tmp_path):
-    """The file claims to hold a tebibyte, which is not read."""
-    state_dict = export_state_dict(small(), source="deit")
-    with zipfile.ZipFile(tmp_path / "model.npz", "w") as archive:
-        for key, array in state_dict.items():
-            header = io.BytesIO()
-            shape = (
-                (1, 2**32, 48)
-                if key == "pos_embed"
-                else (2**36,)
-                if key == "norm.weight"
-                else array.shape
-            )
-            np.lib.format.write_array_header_1_0(
-                header, {"descr": "<f4", "fortran_order": False, "shape": shape}
-            )
-            content = array.tobytes() if shape == array.shape else b""
-            archive.writestr(f"{key}.npy", header.getvalue() + content)
-    with pytest.raises(
-        ValueError,
-        match=r"norm.weight has shape \[68719476736\], but .*\s+pos_embed has shape",
-    ):
-        small(pretrained=tmp_path / "model.npz")
-
-
 def npy(array):
     file = io.BytesIO()
     np.save(file, array)
@@ -192,6 +76,25 @@ def write_zip(path, *members, **options):
     ):
         for name, content in members:
             archive.writestr(name, content)
+
+
+def test_lower_precision_is_read(tmp_path):
+    state_dict = export_state_dict(small(), source="deit")
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
+        safetensors.numpy.save_file(rounded, tmp_path / "model.safetensors")
+        weights = export_state_dict(small(pretrained=tmp_path / "model.safetensors"), source="deit")
+        assert_equal(weights, {key: array.astype(np.float32) for key, array in rounded.items()})
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused(value):
+    state_dict = export_state_dict(small(), source="deit")
+    state_dict["head.bias"] = np.array([0, 0, 0, value, 0], np.float32)
+    model = small(seed=1)
+    with pytest.raises(ValueError, match=r"^head\.bias of 'state_dict' holds NaN"):
+        rope_jax.convert_state_dict(model, state_dict, source="deit")
+    assert_same(model, small(seed=1))
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -213,12 +116,20 @@ def test_other_members_are_refused(tmp_path):
 
 GRIDS = ["[" * 100_000, '{"a": [1e999, 1]}', '{"a": 1}', '{"a": [1]}', '{"a": ["x", "y"]}']
 MODEL = '{"family": "ViT", "options": {}, "position": [], "grids": '
-METADATA = ["", "[]", "{}", '{"family": 1}', *(f"{MODEL}{grids}}}" for grids in GRIDS)]
-METADATA += ['{"family": "", "options": 1, "position": [], "grids": {}}']
-METADATA += [MODEL + '{}, "description": {"name": 1}}']
 
 
-@pytest.mark.parametrize("text", METADATA)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"family": 1}',
+        '{"family": "", "options": 1, "position": [], "grids": {}}',
+        MODEL + '{}, "description": {"name": 1}}',
+        *(f"{MODEL}{grids}}}" for grids in GRIDS),
+    ],
+)
 def test_damaged_metadata_is_refused(text):
     with pytest.raises(ValueError, match="has metadata about its model that cannot be read"):
         Metadata.from_json(text, "model.safetensors")
@@ -240,16 +151,15 @@ def test_damaged_files_are_refused(name, content, tmp_path):
 
 def test_corrupted_compressed_files_are_refused(tmp_path):
     np.savez_compressed(tmp_path / "model.npz", **export_state_dict(small(), source="deit"))
-    content, model = (tmp_path / "model.npz").read_bytes(), small()
-    start = (
-        content.index(b"blocks.0.mlp.fc1.weight.npy") + 27
-    )  # of a compressed stream, or of the bytes that come before one
+    content, model = bytearray((tmp_path / "model.npz").read_bytes()), small()
+    name = b"blocks.0.mlp.fc1.weight.npy"
+    start = content.index(name) + len(name)  # of its compressed stream, or close to that
     for place in range(start + 40, start + 400, 40):
-        (tmp_path / "model.npz").write_bytes(
-            content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]
-        )
+        content[place] ^= 16
+        (tmp_path / "model.npz").write_bytes(content)
         with pytest.raises(ValueError, match=r"array blocks.*fc1\.weight of .* cannot be read"):
             load_pretrained(model, tmp_path / "model.npz")
+        content[place] ^= 16
 
 
 def test_hub_ids_are_downloaded_if_possible(tmp_path, monkeypatch):
@@ -273,33 +183,61 @@ def test_hub_ids_are_downloaded_if_possible(tmp_path, monkeypatch):
     assert (again.name, again.notation, again.image_size) == ("deit3_s16", "rope_mixed", (64, 64))
     state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     safetensors.numpy.save_file(state, tmp_path / "model.safetensors")  # as timm writes it
-    usual = small("rope_mixed", pretrained="timm/vit_small.augreg").preprocessing
-    half, preprocessing = (0.5,) * 3, {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.8}
-    preprocessing |= {"interpolation": "bilinear"}
-    for config, expected in [
-        ({"pretrained_cfg": preprocessing}, Preprocessing(half, (0.25,) * 3, 0.8, "bilinear")),
-        ({"image_mean": [0.5] * 3}, usual),
-        ({"pretrained_cfg": {**preprocessing, "mean": None}}, usual),
-    ]:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        again = small("rope_mixed", pretrained="timm/vit_small.augreg")
-        assert again.preprocessing == expected
-    # transformers' file, read after another library's config.json
-    config = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 2, "size": 224}
-    center = {"do_center_crop": True, "crop_size": 224}
-    for changes, expected in [
-        ({}, Preprocessing(half, (0.25,) * 3, 1.0, "bilinear")),
-        ({"crop_pct": 0.9, "resample": 3}, Preprocessing(half, (0.25,) * 3, 0.9)),
-        (
-            center | {"size": {"shortest_edge": 256}},
-            Preprocessing(half, (0.25,) * 3, 0.875, "bilinear"),
-        ),
-        (center | {"size": {}}, None),
-        ({"resample": 7}, None),
-    ]:
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps(config | changes))
-        with open_weights("timm/vit_small.augreg") as file:
-            assert file.preprocessing == expected
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": TIMMS}))
+    assert small("rope_mixed", pretrained="timm/vit_small.augreg").preprocessing.crop == 0.8
+
+
+HALF, QUARTER = (0.5,) * 3, (0.25,) * 3
+TIMMS = {"mean": HALF, "std": QUARTER, "crop_pct": 0.8, "interpolation": "bilinear"}
+OTHERS = {"image_mean": HALF, "image_std": QUARTER, "resample": 2, "size": 224}
+CENTER = OTHERS | {"do_center_crop": True, "crop_size": 224}
+
+
+@pytest.mark.parametrize(
+    ("timms", "others", "expected"),
+    [
+        ({"pretrained_cfg": TIMMS}, None, (0.8, "bilinear")),
+        ({"pretrained_cfg": TIMMS | {"mean": None}}, None, None),
+        ({"image_mean": HALF}, None, None),
+        # transformers' file, read after another library's config.json
+        ({}, OTHERS, (1.0, "bilinear")),
+        ({}, OTHERS | {"crop_pct": 0.9, "resample": 3}, (0.9,)),
+        ({}, OTHERS | {"resample": 7}, None),
+        ({}, CENTER | {"size": {"shortest_edge": 256}}, (0.875, "bilinear")),
+        ({}, CENTER | {"size": {}}, None),
+    ],
+)
+def test_preprocessing_of_a_repository(timms, others, expected, tmp_path, monkeypatch):
+    safetensors.numpy.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
+    for name, content in (("config.json", timms), ("preprocessor_config.json", others)):
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(files, "hub_file", lambda _, names: str(tmp_path / names[0]))
+    with open_weights("timm/vit_small.augreg") as file:
+        assert file.preprocessing == (expected and Preprocessing(HALF, QUARTER, *expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    some_slow(
+        [
+            ("deit3_s16", "ape"),
+            ("deit3_s16", "rope2d(pairing=interleaved)"),
+            ("swin_t", "rope2d(pairing=interleaved)"),
+            *((name, None) for name in ("nat_mini", "cat_5", "cct_7_3x1", "ceit_t", "t2t_vit_7")),
+            *((name, None) for name in ("beit_b16", "dinov3_s16", "resformer_ti16")),
+        ],
+        [("deit3_s16", "ape")],
+    ),
+)
+def test_unknown_names_are_summarised(name, position, tmp_path):
+    """For example names of CLIP, to which no table is nearest; every source lists its own."""
+    names = [f"visual.transformer.resblocks.{i}.attn.in_proj_weight" for i in range(2)]
+    np.savez(tmp_path / "other.npz", **{name: np.zeros((48, 48), np.float32) for name in names})
+    depths = {"depths": (1,), "heads": (1,)} if name in ("swin_t", "nat_mini") else {"depth": 1}
+    model = nnx.eval_shape(lambda: rope_jax.create_model(name, position=position, **depths))
+    message = r"no name .* in a known source \(.*timm.*\), but visual\..*\.0\..*_weight, "
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(model, tmp_path / "other.npz")
 
 
 def test_hub_ids_need_the_client_of_the_hub(monkeypatch):
@@ -312,15 +250,6 @@ def test_hub_ids_need_the_client_of_the_hub(monkeypatch):
         small(pretrained="timm/vit_small.naver_in1k")
 
 
-def test_unknown_names_are_summarised(tmp_path):
-    """For example names of CLIP, to which no table is nearest."""
-    names = [f"visual.transformer.resblocks.{i}.attn.in_proj_weight" for i in range(2)]
-    np.savez(tmp_path / "other.npz", **{name: np.zeros((48, 48), np.float32) for name in names})
-    message = r"no name .* in a known source \(.*timm.*\), but visual\..*\.0\..*_weight, "
-    with pytest.raises(ValueError, match=message):
-        small(pretrained=tmp_path / "other.npz")
-
-
 @pytest.mark.parametrize("position", ["rope_mixed", "rope_mixed+ape"])
 @pytest.mark.parametrize("source", [None, "timm"])
 def test_weights_of_another_position_are_refused_by_name(position, source, tmp_path):
@@ -331,12 +260,6 @@ def test_weights_of_another_position_are_refused_by_name(position, source, tmp_p
         load_pretrained(small(), path, source=source)
 
 
-def test_names_of_another_source_are_refused(tmp_path):
-    save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
-    with pytest.raises(ValueError, match="by the names of source='timm'"):
-        load_pretrained(small(), tmp_path / "model.safetensors", source="timm")
-
-
 def test_ambiguous_pairings_are_not_guessed(tmp_path):
     """nat_s has the names of naver's Swin, which pairs channels differently.
 
@@ -345,18 +268,13 @@ def test_ambiguous_pairings_are_not_guessed(tmp_path):
     make = lambda position, depths=(1, 1), **options: rope_jax.create_model(
         "nat_s_tiny", position=position, image_size=32, depths=depths, heads=(3, 6), **options
     )
-    for position in ("none", "rope2d"):
-        path = tmp_path / f"{position}.npz"
-        np.savez(path, **export_state_dict(make(position), source="nat"))
-        if position == "none":
-            make(position, pretrained=path)
-        else:
-            with pytest.raises(
-                ValueError, match=r"fit the sources .*naver.*pair channels differently"
-            ):
-                make(position, pretrained=path)
-            with pytest.raises(ValueError, match=r"layers\.0\.blocks\.1\..* is missing"):
-                make(position, depths=(2, 1), pretrained=path)
+    path = tmp_path / "weights.npz"
+    np.savez(path, **export_state_dict(make("none"), source="nat"))
+    make("none", pretrained=path)
+    with pytest.raises(ValueError, match=r"fit the sources .*naver.*pair channels differently"):
+        make("rope2d", pretrained=path)
+    with pytest.raises(ValueError, match=r"layers\.0\.blocks\.1\..* is missing"):
+        make("rope2d", depths=(2, 1), pretrained=path)
 
 
 NAT = {"width": 16, "depths": (2, 1), "heads": (1, 2), "num_classes": 5, "image_size": 32}

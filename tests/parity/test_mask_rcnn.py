@@ -52,7 +52,7 @@ def test_anchors_are_assigned_and_become_proposals():
     for i in images:
         valid = parts.valid(case["maps"], case["padded"][i])
         assigned = np.full(len(anchors), -2)
-        assigned[valid] = parts.assign(anchors[valid], arrays[f"objects{i}"], 0.7, 0.3, 0.3)
+        assigned[valid] = parts.assign(anchors[valid], arrays[f"objects{i}"], 0.7, 0.3)
         np.testing.assert_array_equal(assigned, arrays[f"assigned{i}"])
         for kind in ("train", "test"):
             numbers = (case[kind]["pre"], case[kind]["post"])

@@ -14,11 +14,11 @@ from rope_jax.models.layers import STORED
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import create
 from rope_jax.weights import export_state_dict, load_pretrained
-from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.own import OWN
 from rope_jax.weights.tables import begins
 from tests.models.small import some_slow
+from tests.parity.test_convert import as_file
 
 VIT = {"width": 8, "heads": 1, "depth": 2}
 STAGES = {"width": 8, "depths": (1, 1), "heads": (1, 1)}
@@ -28,8 +28,9 @@ ADAPTER = VIT | {
     "deform_heads": 1,
     "prior_width": 4,
     "class_token": True,
+    "pooling": "class",
+    "last_norm": True,
 }
-ADAPTER |= {"pooling": "class", "last_norm": True}
 UPERNET = VIT | {"head": "upernet(width=4,auxiliary_width=4)", "depth": 4}
 CASES = [
     ("deit_ti16", VIT, OWN),
@@ -94,9 +95,8 @@ def test_missing_tensors_are_errors_or_printed(name, settings, source, capsys):
             key for key in weights if key == absent or (absent in starts and begins(key, [absent]))
         }
         remaining = {key: array for key, array in weights.items() if key not in gone}
-        shapes = {key: (array.shape, array.dtype) for key, array in remaining.items()}
         for new_head in (False, True)[: 1 + absent.startswith("head")]:
-            file = WeightsFile(shapes, remaining.__getitem__, source)
+            file = as_file(remaining, source)
             error = refusal(model, file, new_head=new_head)
             if error is None:
                 words = re.findall(r"[a-z_][\w.{}]+", capsys.readouterr().out)
@@ -123,10 +123,9 @@ def test_weights_without_a_head_need_an_explicit_request(name, settings, source,
     create = lambda **classes: nnx.eval_shape(
         lambda: rope_jax.create_model(name, pretrained=path, **settings, **classes)
     )
-    with pytest.raises(ValueError, match=r"no head. Create the model with num_classes=0 for"):
-        create()
-    with pytest.raises(ValueError, match=r"no head. Create the model with num_classes=0 for"):
-        load_pretrained(abstract(name, settings), path)
+    for load in (create, lambda: load_pretrained(abstract(name, settings), path)):
+        with pytest.raises(ValueError, match=r"no head. Create the model with num_classes=0 for"):
+            load()
     create(num_classes=0)
     assert re.fullmatch("preprocessing: .*\n", capsys.readouterr().out)
     create(num_classes=1000)
@@ -163,11 +162,7 @@ def test_incomplete_checkpoints_are_refused(gone, tmp_path):
         nnx.to_pure_dict(nnx.state(model_shapes, kind)),
     )
     state = {"params": values(nnx.Param), "ema": values(nnx.Param), "stats": values(nnx.BatchStat)}
-    entry, *path = gone.split(".")
-    if path:
-        del state[entry]["head"]["bias"]
-    else:
-        del state[entry]
+    del (state["ema"]["head"] if "bias" in gone else state)[gone.split(".")[-1]]
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, about={"config": dataclasses.asdict(config)})
     with pytest.raises(ValueError, match=rf"{gone}.* is missing"):

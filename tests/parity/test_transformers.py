@@ -10,10 +10,10 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.weights import export_state_dict
-from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights
 from tests.models.small import compile_read, some_slow
 from tests.parity import official
+from tests.parity.test_convert import as_file
 
 FILE = pathlib.Path(__file__).parents[1] / "data" / "transformers" / "golden.json"
 CASES = json.loads(FILE.read_text())["cases"]
@@ -36,17 +36,12 @@ def abstract(name, **settings):
     )
 
 
-def open_weights(weights):
-    shapes = {key: (array.shape, array.dtype) for key, array in weights.items()}
-    return WeightsFile(shapes, weights.__getitem__, where="weights")
-
-
 @pytest.mark.parametrize("name", some_slow(MODELS, ["vit", "dinov3"]))
 def test_results_are_those_of_transformers(name):
     model_name, settings = MODELS[name]
     case, model = CASES[name], abstract(model_name, **settings)
     weights = {key: official.tensor(key, *about) for key, about in case["keys"].items()}
-    load_weights(model, open_weights(weights))  # the source is found by the names
+    load_weights(model, as_file(weights))  # the source is found by the names
     images = official.images(*case["size"])
     with jax.default_matmul_precision("highest"):
         whole = model.num_classes == 0
@@ -61,7 +56,7 @@ def test_files_of_a_backbone_begin_with_no_name_of_an_architecture(capsys):
     bare = {key.removeprefix("vit."): x for key, x in weights.items() if key[:3] == "vit"}
     bare |= {"pooler.dense.weight": np.zeros((8, 8)), "pooler.dense.bias": np.zeros(8)}
     model = abstract("deit_ti16", **SIZES | {"num_classes": 0})
-    load_weights(model, open_weights(bare))
+    load_weights(model, as_file(bare))
     expected = weights["vit.layernorm.weight"]
     np.testing.assert_array_equal(model.norm.scale[...], expected)
     del bare["encoder.layer.1.output.dense.bias"]
@@ -69,14 +64,15 @@ def test_files_of_a_backbone_begin_with_no_name_of_an_architecture(capsys):
     with pytest.raises(
         ValueError, match=r"1 problem:\n  encoder\.layer\.1\.output\.dense\.bias is"
     ):
-        load_weights(model, open_weights(bare), new_head=True)
+        load_weights(model, as_file(bare), new_head=True)
 
 
 def test_names_tell_dilated_attention():
     """NAT and DiNAT have the same parameters."""
     stages = STAGES | {"image_size": 32, "kernel_size": 3}
-    make = lambda name: rope_jax.create_model(name, num_classes=3, **stages)
-    weights = export_state_dict(make("nat_mini"), source="transformers")
+    weights = export_state_dict(
+        rope_jax.create_model("nat_mini", num_classes=3, **stages), source="transformers"
+    )
     with pytest.raises(ValueError, match=r"nat\.layernorm\.weight .* is not expected"):
-        load_weights(abstract("dinat_mini", **stages), open_weights(weights))
-    load_weights(abstract("nat_mini", **stages), open_weights(weights))
+        load_weights(abstract("dinat_mini", **stages), as_file(weights))
+    load_weights(abstract("nat_mini", **stages), as_file(weights))

@@ -12,7 +12,7 @@ from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import _ELSEWHERE
 from rope_jax_kernels import Neighborhood, Window
 from tests.positions import schemes
-from tests.positions.schemes import DEFAULTS, GRID
+from tests.positions.schemes import DEFAULTS
 
 SMALL = {"depth": 2, "prefix": 1, "dtype": schemes.SINGLE}
 
@@ -23,12 +23,6 @@ def scheme(text, **changes):
 
 def test_default_texts_cover_every_scheme():
     assert {text.split("(")[0] for text in DEFAULTS} == set(list_positions())
-
-
-def test_list_positions_accepts_patterns():
-    assert list_positions("rope*") == ["rope1d", "rope2d", "rope3d", "rope_mixed"]
-    assert list_positions("nothing*") == []
-    assert list_positions() == sorted(list_positions())
 
 
 # Texts made of parts of schemes test the parser better than random characters.
@@ -150,11 +144,6 @@ WINDOWS, NEAR = Window((2, 2)), Neighborhood((3, 3))
 def test_schemes_refuse_unsuitable_stages(text, settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         scheme(text, **settings)
-
-
-def test_k_rope_16_suits_6_heads():
-    freqs = scheme("axial_rope(k_rope=16)", head_dim=64).terms(GRID).rotation.freqs
-    assert freqs.shape == (3, 2, 2)  # one pair of channels for each axis
 
 
 def test_foreign_names_are_not_registered():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.positions.scheme import SCHEMES
 from tests.positions.schemes import (
     CHANNELS,
     HEAD_DIM,
@@ -250,7 +249,6 @@ def test_liere_extrapolates_nearly():
 def test_the_docstrings_example_is_a_scheme(rope_log):
     position = scheme(f"{rope_log}(pairing=interleaved)")
     assert (is_relative(position), acts(position)) == (position.relative, {position.acts})
-    assert SCHEMES[rope_log].__doc__ == "2-D RoPE on the logarithm of row and column."
 
 
 def test_sums_combine_declared_properties():

@@ -7,6 +7,7 @@ import pytest
 
 from rope_jax.positions.resample import bilinear_matrix
 from rope_jax_kernels import Global, Window
+from tests.models.definition import softmax
 from tests.positions.schemes import (
     HEAD_DIM,
     HEADS,
@@ -19,10 +20,7 @@ from tests.positions.schemes import (
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-
-def weights(logits):
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+WINDOWS = {"pattern": Window((2, 2)), "global_layers": (1,)}
 
 
 @pytest.mark.parametrize(("grid", "prefix"), [((3, 5), 0), ((3, 5), 2), ((4, 3), 0)])
@@ -49,27 +47,27 @@ def test_logits_match_the_definition(grid, prefix):
         (y, x), (y2, x2) = (divmod(token, grid[1]) for token in (query, key))
         vector = rows[y - y2 + grid[0] - 1] + columns[x - x2 + grid[1] - 1]
         logits[:, :, prefix + query, prefix + key] += q[:, prefix + query] @ vector
-    want = np.einsum("bnlm,bmnd->blnd", weights(logits), v)
+    want = np.einsum("bnlm,bmnd->blnd", softmax(logits), v)
     np.testing.assert_allclose(got, want, atol=1e-12)
 
 
-def shapes(text, **changes):
-    position = scheme(text, **changes)
-    return [
-        tuple(table.shape[0] for table in tables) for tables in (position.rows, position.columns)
-    ]
-
-
-def test_tables_cover_the_range_of_each_layer():
-    assert shapes("decomposed") == [(5, 5, 5), (9, 9, 9)]
-    assert shapes("decomposed(side=4)") == [(7, 7, 7), (7, 7, 7)]
-    windows = {"pattern": Window((2, 2)), "global_layers": (1,)}
-    assert shapes("decomposed", **windows) == [(3, 5, 3), (3, 9, 3)]
-    assert shapes("decomposed(side=4)", **windows) == [(3, 7, 3), (3, 7, 3)]
+@pytest.mark.parametrize(
+    ("text", "settings", "rows", "columns"),
+    [
+        ("decomposed", {}, (5, 5, 5), (9, 9, 9)),
+        ("decomposed(side=4)", {}, (7, 7, 7), (7, 7, 7)),
+        ("decomposed", WINDOWS, (3, 5, 3), (3, 9, 3)),
+        ("decomposed(side=4)", WINDOWS, (3, 7, 3), (3, 7, 3)),
+    ],
+)
+def test_tables_cover_the_range_of_each_layer(text, settings, rows, columns):
+    position = scheme(text, **settings)
+    assert tuple(table.shape[0] for table in position.rows) == rows
+    assert tuple(table.shape[0] for table in position.columns) == columns
 
 
 def test_resizing_interpolates_only_tables_of_the_map():
-    position = trained_scheme("decomposed", pattern=Window((2, 2)), global_layers=(1,))
+    position = trained_scheme("decomposed", **WINDOWS)
     before = [np.asarray(table[...]) for table in position.rows]
     interpolated = compiled_terms(position.with_pattern(Global()), (6, 6)).layer(1).transform.rows
     position.resize((6, 6))

@@ -1,7 +1,6 @@
 """Rotary schemes beyond the training grid, against the formulas of the papers in NumPy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,10 +19,14 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 pytestmark = pytest.mark.usefixtures("x64")
 
 
+def base_scheme(text, **changes):
+    return trained_scheme(text, std=0.5, **{"grid": T} | changes)
+
+
 def extended_scheme(text, rule, **changes):
     """The scheme with a rule as its option."""
     inside = f"{text[:-1]}," if text.endswith(")") else f"{text}("
-    return trained_scheme(f"{inside}extend={rule})", std=0.5, **{"grid": T} | changes)
+    return base_scheme(f"{inside}extend={rule})", **changes)
 
 
 def steps(position, grid, layer=0, **options):
@@ -40,53 +43,38 @@ def geometric(base, s):
     return (base * s ** (count / (count - 1))) ** -(np.arange(count) / count)
 
 
-def axes(y, x):
-    """[1, 2, R] of a scheme whose rows turn the first pairs."""
-    zeros = np.zeros_like(y)
-    return np.array([[[*y, *zeros], [*zeros, *x]]])
-
-
 def by_parts(w, side, s, alpha=1.0, beta=32.0):
     """NTK-by-parts of one frequency: equation by equation of arXiv 2309.00071, section 3.2."""
     wavelength = 2 * np.pi / w
-    turns = side / wavelength
-    if turns < alpha:
-        ramp = 0.0
-    elif turns > beta:
-        ramp = 1.0
-    else:
-        ramp = (turns - alpha) / (beta - alpha)
+    ramp = np.clip((side / wavelength - alpha) / (beta - alpha), 0, 1)
     return (1 - ramp) * w / s + ramp * w
 
 
 S = np.array(N) / T
 
 
-def test_position_interpolation_scales_coordinates():
-    for text in ("rope2d", "rope_mixed", "axial_rope(aspect=separate)", "cat_rope", "dinov3"):
-        before = steps(base_scheme(text), T)
-        after = steps(extended_scheme(text, "interpolate"), N)
-        np.testing.assert_allclose(after, before / S[:, None], **EXACT)
-        after = steps(extended_scheme(text, "extrapolate"), N)
-        np.testing.assert_allclose(after, before, **EXACT)
-
-
-def base_scheme(text, **changes):
-    return trained_scheme(text, std=0.5, **{"grid": T} | changes)
-
-
-def test_default_rules_of_box_and_integer_coordinates():
-    for text, rule in (
+@pytest.mark.parametrize(
+    ("text", "default"),
+    [
         ("rope2d", "extrapolate"),
         ("rope_mixed", "extrapolate"),
         ("axial_rope(aspect=separate)", "interpolate"),
+        ("cat_rope", None),  # its box has the shape of the map
         ("dinov3", "interpolate"),
         ("eva02", "interpolate"),
-    ):
-        default, explicit = (
-            p.terms(N).layer(1).rotation for p in (base_scheme(text), extended_scheme(text, rule))
-        )
-        np.testing.assert_allclose(default.angles(), explicit.angles(), **EXACT)
+    ],
+)
+def test_rules_extrapolate_or_interpolate_from_the_training_grid(text, default):
+    before = steps(base_scheme(text), T)
+    smaller = (2, 6)
+    for grid, scales in ((N, S), (smaller, np.divide(smaller, T))):
+        expected = {"extrapolate": before, "interpolate": before / scales[:, None]}
+        for rule, want in expected.items():
+            np.testing.assert_allclose(steps(extended_scheme(text, rule), grid), want, **EXACT)
+        if default:
+            np.testing.assert_allclose(steps(base_scheme(text), grid), expected[default], **EXACT)
+    for rule in ("ntk", "yarn"):
+        np.testing.assert_allclose(steps(extended_scheme(text, rule), smaller), before, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +88,8 @@ def test_default_rules_of_box_and_integer_coordinates():
 )
 def test_ntk_changes_the_base(text, base, unit):
     y, x = (geometric(base, s) * w for s, w in zip(S, np.broadcast_to(unit, 2), strict=True))
-    expected = axes(y, x)
-    if text.startswith("rope2d"):  # columns turn the first pairs
+    expected = np.array([[[*y, *0 * y], [*0 * x, *x]]])  # rows turn the first pairs
+    if text.startswith("rope2d"):  # columns do
         expected = np.roll(expected, PAIRS // 2, axis=-1)
     np.testing.assert_allclose(steps(extended_scheme(text, "ntk"), N), expected, **EXACT)
 
@@ -109,16 +97,13 @@ def test_ntk_changes_the_base(text, base, unit):
 def test_ntk_of_a_ladder_divided_among_heads():
     # One ladder pi .. 10 pi of all heads: rung j N + n of head n; 10 is the inverse of a base.
     count = PAIRS // 4 * HEADS
-    ratio = 10 ** (1 / count)
+    rung = np.arange(count)
+    position = extended_scheme("axial_rope(aspect=separate)", "ntk")
     for axis, s in enumerate(S):
-        lowest_last = np.pi * 10 ** (1 - 1 / count) / ratio ** np.arange(count)
-        scaled = lowest_last * s ** -(np.arange(count) / (count - 1)) * 2 / T[axis]
-        dealt = scaled[::-1].reshape(-1, HEADS).T
-        position = extended_scheme("axial_rope(aspect=separate)", "ntk")
-        rotation = position.terms(N).rotation
-        freqs = np.asarray(rotation.freqs)[:, axis]
-        freqs = freqs[:, freqs[0] != 0] * 2 / N[axis]
-        np.testing.assert_allclose(freqs, dealt, **EXACT)
+        scaled = np.pi * 10 ** (rung / count) * s ** (rung / (count - 1) - 1) * 2 / T[axis]
+        of_axis = np.asarray(position.terms(N).rotation.freqs)[:, axis]
+        of_axis = of_axis[:, of_axis[0] != 0] * 2 / N[axis]
+        np.testing.assert_allclose(of_axis, scaled.reshape(-1, HEADS).T, **EXACT)
 
 
 def test_rules_keep_directions_of_learned_frequencies():
@@ -128,8 +113,6 @@ def test_rules_keep_directions_of_learned_frequencies():
     place = (logs.max() - logs) / (logs.max() - logs.min())
     after = steps(extended_scheme("rope_mixed", "ntk"), N, layer=1)
     np.testing.assert_allclose(after, before * S[:, None] ** -place, **EXACT)
-    assert place.min() == 0
-    assert place.max() == 1
     square = steps(extended_scheme("rope_mixed", "ntk"), (8, 12), layer=1)  # both axes grow alike
     np.testing.assert_allclose(square[:, 0] * before[:, 1], square[:, 1] * before[:, 0], **EXACT)
 
@@ -141,30 +124,21 @@ def test_yarn_interpolates_by_parts(text, alpha, beta):
     position.extend(alpha=alpha, beta=beta)
     before = steps(base_scheme(text), T, layer=2)
     lengths = np.linalg.norm(before, axis=1)
-    expected = [
-        [
-            [
-                0 if w == 0 else w * by_parts(length, T[axis], S[axis], alpha, beta) / length
-                for w, length in zip(row, lengths[head], strict=True)
-            ]
-            for axis, row in enumerate(rows)
-        ]
-        for head, rows in enumerate(before)
-    ]
+    expected = np.array(before)
+    for axis, (side, s) in enumerate(zip(T, S, strict=True)):
+        expected[:, axis] *= by_parts(lengths, side, s, alpha, beta) / lengths
     np.testing.assert_allclose(steps(position, N, layer=2), expected, **EXACT)
 
 
 def test_temperature():
-    patches = np.prod(S)
     assert extended_scheme("rope2d", "ntk").terms(N).logit_scale == 1
     yarn = extended_scheme("rope2d", "yarn")
-    assert yarn.terms(N).logit_scale == pytest.approx((0.1 * np.log(patches) + 1) ** 2)
+    assert yarn.terms(N).logit_scale == pytest.approx((0.1 * np.log(np.prod(S)) + 1) ** 2)
     assert yarn.terms((2, 3)).logit_scale == 1
     with_prefix = extended_scheme("rope2d", "none,log_scale=True", prefix=2)
-    expected = [np.log(2 + np.prod(grid)) / np.log(2 + 24) for grid in (N, (2, 3))]
-    scales = [with_prefix.terms(grid).logit_scale for grid in (N, (2, 3))]
-    assert scales == pytest.approx(expected)
-    assert scales[1] < 1 < scales[0]
+    for grid in (N, (2, 3)):
+        expected = np.log(2 + np.prod(grid)) / np.log(2 + 24)
+        assert with_prefix.terms(grid).logit_scale == pytest.approx(expected)
     assert extended_scheme("rope2d", "yarn,log_scale=True").terms(N).logit_scale == pytest.approx(
         np.log(90) / np.log(24)
     )
@@ -177,31 +151,20 @@ def test_rules_keep_the_training_resolution():
         original = base_scheme(text).terms(T).layer(0)
         for rule in RULES:
             terms = extended_scheme(text, f"{rule},log_scale={rule != 'yarn'}").terms(T).layer(0)
-            assert terms.logit_scale == 1
-            assert jnp.array_equal(terms.rotation.freqs, original.rotation.freqs)
-            assert jnp.array_equal(terms.rotation.coords, original.rotation.coords)
+            jax.tree.map(np.testing.assert_array_equal, terms, original)
 
 
-def test_smaller_maps():
-    small = (2, 6)
-    for text in ("rope2d", "axial_rope(aspect=separate)"):
-        before, default = steps(base_scheme(text), T), steps(base_scheme(text), small)
-        for rule in ("ntk", "yarn", "extrapolate"):
-            np.testing.assert_allclose(steps(extended_scheme(text, rule), small), before, **EXACT)
-        stretched = steps(extended_scheme(text, "interpolate"), small)
-        np.testing.assert_allclose(stretched, before * [[2], [1]], **EXACT)
-        np.testing.assert_allclose(default, before if text == "rope2d" else stretched, **EXACT)
+def freqs(position, grid=N):
+    return np.asarray(position.terms(grid).layer(0).rotation.freqs)
 
 
 def test_single_frequencies_and_axes_of_one_patch():
     text = "cat_rope(mode=paper_unit)"
-    freqs_pair = (
-        extended_scheme(text, rule).terms(N).rotation.freqs for rule in ("ntk", "interpolate")
-    )
-    np.testing.assert_allclose(*freqs_pair, rtol=1e-12)
+    ntk, interpolated = (extended_scheme(text, rule) for rule in ("ntk", "interpolate"))
+    np.testing.assert_allclose(freqs(ntk), freqs(interpolated), rtol=1e-12)
     line = {"grid": (1, 4)}
-    default, ntk = base_scheme("axial_rope", **line), extended_scheme("axial_rope", "ntk", **line)
-    before, after = (np.asarray(p.terms((3, 8)).rotation.freqs) for p in (default, ntk))
+    before = freqs(base_scheme("axial_rope", **line), (3, 8))
+    after = freqs(extended_scheme("axial_rope", "ntk", **line), (3, 8))
     np.testing.assert_array_equal(after[:, 0], before[:, 0])
     assert not np.allclose(after[:, 1], before[:, 1])
 
@@ -209,37 +172,31 @@ def test_single_frequencies_and_axes_of_one_patch():
 def test_reading_order_and_videos():
     count = PAIRS
     expected = (10000 * (90 / 24) ** (count / (count - 1))) ** -(np.arange(count) / count)
-    freqs = extended_scheme("rope1d", "ntk").terms(N).rotation.freqs
-    np.testing.assert_allclose(freqs[0, 0], expected, **EXACT)
-    positions = base_scheme("rope3d"), extended_scheme("rope3d", "interpolate")
-    default, interpolated = (position.terms((5, *N)).rotation.freqs for position in positions)
+    np.testing.assert_allclose(freqs(extended_scheme("rope1d", "ntk"))[0, 0], expected, **EXACT)
+    default = freqs(base_scheme("rope3d"), (5, *N))
+    interpolated = freqs(extended_scheme("rope3d", "interpolate"), (5, *N))
     np.testing.assert_allclose(
         interpolated, default / np.array([1, *S])[:, None], **EXACT
     )  # frames extrapolate
 
 
 def test_windows_count_visible_patches():
-    def freqs(text, rule, pattern, on, other_pattern=None):
-        position = extended_scheme(text, rule, pattern=pattern)
-        position = position if other_pattern is None else position.with_pattern(other_pattern)
-        return np.asarray(position.terms(on).layer(0).rotation.freqs)
-
-    default = freqs("rope2d", "none", Window((2, 3)), T)
-    for pattern in (Window((2, 3)), Neighborhood((3, 3))):
-        np.testing.assert_array_equal(freqs("rope2d", "ntk", pattern, N), default)
+    window = Window((2, 3))
+    default = freqs(base_scheme("rope2d", pattern=window), T)
+    for pattern in (window, Neighborhood((3, 3))):
+        same = extended_scheme("rope2d", "ntk", pattern=pattern)
+        np.testing.assert_array_equal(freqs(same), default)
         # Coordinates in a box that grows keep the steps of training, not those of the larger map.
         boxed = extended_scheme("axial_rope(aspect=separate)", "interpolate", pattern=pattern)
-        before, after = (boxed.terms(grid).rotation for grid in (T, N))
-        np.testing.assert_allclose(after.freqs, before.freqs * S[:, None], **EXACT)
-    larger = extended_scheme("rope2d", "interpolate", pattern=Window((2, 3)))
-    larger.stage = stage(grid=N, pattern=Window((4, 3)))
-    np.testing.assert_allclose(larger.terms(N).rotation.freqs[0, 0], default[0, 0] / 2, **EXACT)
-    np.testing.assert_allclose(larger.terms(N).rotation.freqs[0, 1], default[0, 1], **EXACT)
-    on_map = freqs("rope2d", "interpolate", Window((2, 3)), N, other_pattern=Global())
+        np.testing.assert_allclose(freqs(boxed), freqs(boxed, T) * S[:, None], **EXACT)
+    larger = extended_scheme("rope2d", "interpolate", pattern=window)
+    on_map = freqs(larger.with_pattern(Global()))
     np.testing.assert_allclose(on_map, default / S[:, None], **EXACT)
-    local = extended_scheme("axial_rope(window_coords=local_unit)", "ntk", pattern=Window((2, 3)))
+    larger.stage = stage(grid=N, pattern=Window((4, 3)))
+    np.testing.assert_allclose(freqs(larger), default / [[2], [1]], **EXACT)
+    local = extended_scheme("axial_rope(window_coords=local_unit)", "ntk", pattern=window)
     assert not local.extends
-    np.testing.assert_array_equal(*(local.terms(grid).rotation.freqs for grid in (T, N)))
+    np.testing.assert_array_equal(freqs(local), freqs(local, T))
 
 
 def test_uneven_coordinates_refuse_ntk(rope_log):
@@ -251,8 +208,8 @@ def test_uneven_coordinates_refuse_ntk(rope_log):
 @pytest.mark.parametrize("rule", ["ntk", "yarn,beta=1.5"])
 def test_learned_frequencies_have_gradients(rule):
     graph, params, rest = nnx.split(extended_scheme("axial_rope_v1", rule), nnx.Param, ...)
-    freqs = lambda params: nnx.merge(graph, params, rest).terms(N).layer(0).rotation.freqs
-    check_grads(jax.jit(freqs), (params,), order=1, modes=["rev"])
+    run = lambda params: nnx.merge(graph, params, rest).terms(N).layer(0).rotation.freqs
+    check_grads(jax.jit(run), (params,), order=1, modes=["rev"])
 
 
 def test_a_custom_scheme_keeps_its_option_of_the_same_name(monkeypatch):

@@ -8,8 +8,6 @@ import re
 import threading
 
 REVISION = "0" * 40
-# What a repository is, by the name of a file in it, and what the hub answers then.
-MARKS = {"gated": (401, "GatedRepo")}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -19,9 +17,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         file = repository.joinpath(*parts[4:])
         if not repository.is_dir():
             self.reply(401, {"X-Error-Code": "RepoNotFound"})
-        elif marked := [MARKS[mark] for mark in MARKS if (repository / mark).exists()]:
-            ((status, code),) = marked
-            self.reply(status, {"X-Error-Code": code})
+        elif (repository / "gated").exists():
+            self.reply(401, {"X-Error-Code": "GatedRepo"})
         elif not file.is_file():
             self.reply(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": REVISION})
         else:

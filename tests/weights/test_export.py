@@ -23,6 +23,9 @@ assert not any(name.startswith(("rope_jax", "flax")) for name in sys.modules)
 """
 
 
+TINY = {"depth": 1, "width": 24, "heads": 2}
+
+
 def small(name, **options):
     return rope_jax.create_model(name, image_size=32, num_classes=3, **options)
 
@@ -32,7 +35,7 @@ def small(name, **options):
     [
         pytest.param(
             "deit_ti16",
-            {"depth": 1, "width": 24, "heads": 2, "position": "rope_mixed+ape"},
+            TINY | {"position": "rope_mixed+ape"},
             marks=pytest.mark.process,
         ),
         pytest.param(
@@ -54,17 +57,15 @@ def test_the_program_runs_without_the_package(name, options, tmp_path):
     np.testing.assert_allclose(np.load(files[2]), jax.jit(model)(images), atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_number_of_images_may_be_open(dtype, tmp_path):
-    options = {"depth": 1, "width": 24, "heads": 2, "registers": 2, "position": "lape(ape)"}
-    model = small("deit_ti16", dtype=dtype, **options)
+def test_the_number_of_images_may_be_open_in_bfloat16(tmp_path):
+    model = small("deit_ti16", dtype="bfloat16", registers=2, position="lape(ape)", **TINY)
     rope_jax.export(model, tmp_path / "model.bin", resolution=32, platforms=("cpu",))
     program = rope_jax.load_exported(tmp_path / "model.bin")
     assert str(program.in_avals[0].shape[0]) == "b"
 
 
 def test_exporting_does_not_change_the_model(tmp_path):
-    model = small("deit_ti16", depth=1, width=24, heads=2)
+    model = small("deit_ti16", **TINY)
     before = model.position.embedding.shape
     rope_jax.export(model, tmp_path / "model.bin", resolution=64, batch=2, platforms=("cpu",))
     assert model.position.embedding.shape == before
@@ -84,18 +85,14 @@ def test_changed_programs_are_refused(tmp_path):
     model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
     rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
     good = path.read_bytes()
-    read, alone = rope_jax.load_exported(path), jax.export.deserialize(bytearray(good))
-    assert read.mlir_module_serialized == alone.mlir_module_serialized
-    rng = np.random.default_rng(0)
-    for place in rng.choice(8 * len(good), 50, replace=False).tolist():
-        damaged = bytearray(good)
-        damaged[place // 8] ^= 1 << place % 8
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"model\.bin is damaged, or was not written by rope_"):
-            rope_jax.load_exported(path)
-    for damaged in (b"", good[:-1], good[: len(good) // 2]):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="export it again"):
+    rope_jax.load_exported(path)
+    changed = [b"", good[:-1], good[: len(good) // 2]]
+    for place in np.random.default_rng(0).choice(8 * len(good), 50, replace=False).tolist():
+        changed.append(bytearray(good))
+        changed[-1][place // 8] ^= 1 << place % 8
+    for content in changed:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.bin is damaged.*export it again"):
             rope_jax.load_exported(path)
 
 

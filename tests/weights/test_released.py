@@ -1,8 +1,8 @@
 """The list of published weights, `pretrained=True`, and downloads from a server on this machine."""
 
-import collections
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -27,6 +27,7 @@ from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.released import find_listed, find_weights
 from tests.models.small import some_slow
+from tests.parity.test_convert import as_file
 from tests.refusals import expect_refusal
 from tests.weights.hub import serve
 
@@ -35,6 +36,7 @@ FILE = DATA / "torch" / "deit.pth"
 FLOAT32 = np.dtype("float32")
 SMALL = {"width": 4, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
 TAG = "deit_tiny_patch16_224-a1311bcf"
+LISTED = "deit_base_patch16_384-8de9b5d1.pth"
 
 
 @pytest.fixture
@@ -52,11 +54,9 @@ def assert_same(model, expected):
 
 def test_rows_name_each_file_once():
     rows = list_weights()
-    places = collections.Counter((w.where, w.file) for w in rows)
-    assert max(places.values()) == 1
+    assert len({(w.where, w.file) for w in rows}) == len(rows)
+    assert len({(w.model, w.position, w.tag) for w in rows}) == len(rows)
     assert all(w.source in SOURCES and w.licence for w in rows)
-    tags = collections.Counter((w.model, w.position, w.tag) for w in rows)
-    assert max(tags.values()) == 1
     assert all(w.file is None or w.file == os.path.basename(w.file) for w in rows)
 
 
@@ -89,31 +89,28 @@ def test_every_row_has_a_model_which_timms_names_fit(name):
 
 def test_heos_models_are_listed_and_come_first():
     sums = ("ape", "rope2d", "rope_mixed", "rope2d+ape", "rope_mixed+ape")
-    for size in "sbl":
-        for position in sums:
-            first = find_weights(f"deit3_{size}16", True, position=position)
-            assert "naver" in first.where
-            assert first.preprocessing.crop == 1.0
-            assert first.published[0]["by"] == "authors' README"
-    for size in "tsb":
-        for position in ("rope2d(base=50)", "rope_mixed"):
-            assert "naver" in find_weights(f"swin_{size}", True, position=position).where
+    for size, position in itertools.product("sbl", sums):
+        first = find_weights(f"deit3_{size}16", True, position=position)
+        assert "naver" in first.where
+        assert first.preprocessing.crop == 1.0
+        assert first.published[0]["by"] == "authors' README"
+    for size, position in itertools.product("tsb", ("rope2d(base=50)", "rope_mixed")):
+        assert "naver" in find_weights(f"swin_{size}", True, position=position).where
     assert {w.model for w in list_weights(paper="thesis")} >= {"nat_mini", "dinat_base", "swin_t"}
 
 
 def test_a_tag_or_true_names_the_weights(cached):
-    small = SMALL | {"num_classes": None}
     assert_same(rope_jax.create_model("deit_ti16", pretrained=TAG, **SMALL), cached)
     weights = find_weights("deit_ti16", "fb_in1k")
     assert weights.where == "timm/deit_tiny_patch16_224.fb_in1k"
     assert find_weights("swin_t", "dino_swin_tiny_224_4scale_12ep").head == "dino"
     assert find_weights("swin_t", True, head="upernet").head is None
     with pytest.raises(ValueError, match="1000"):
-        rope_jax.create_model("deit_ti16", pretrained=TAG, **small)
+        rope_jax.create_model("deit_ti16", pretrained=TAG, **SMALL | {"num_classes": None})
 
 
 def test_a_listed_file_brings_size_and_preprocessing(tmp_path, capsys):
-    path = shutil.copy(FILE, tmp_path / "deit_base_patch16_384-8de9b5d1.pth")
+    path = shutil.copy(FILE, tmp_path / LISTED)
     small = {name: SMALL[name] for name in ("width", "heads", "depth", "num_classes")}
     model = rope_jax.create_model("deit_b16", pretrained=path, **small)
     assert (model.image_size, model.preprocessing.crop) == ((384, 384), 0.875)
@@ -130,35 +127,33 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path, capsys):
     assert re.search(r"preprocessing: centre\(crop=0\.875.*assumed", capsys.readouterr().out)
 
 
+def as_listed(model, source, name):
+    """A model's weights as a file that is in the list under another name."""
+    return find_weights(name, True).describe(as_file(export_state_dict(model, source=source)))
+
+
 def test_weights_of_other_dilations_are_refused():
-    small = {"position": "rpb", "width": 4, "heads": 1, "depth": 2, "num_classes": 2}
-    model = rope_jax.create_model("nat_isotropic_s16", image_size=112, **small)
-    arrays = export_state_dict(model, source="nat")
-    shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    file = find_weights("dinat_isotropic_s16", True).describe(WeightsFile(shapes, arrays.get))
+    small = {"width": 4, "heads": 1, "depth": 2, "num_classes": 2, "image_size": 112}
+    create = lambda name="nat_isotropic_s16", position="rpb", **options: rope_jax.create_model(
+        name, position=position, **small, **options
+    )
+    file = as_listed(model := create(), "nat", "dinat_isotropic_s16")
     with pytest.raises(ValueError, match="weights of dinat_isotropic_s16: dilation is 2 there and"):
         load_weights(model, file)
-    warnings = []
-    load_weights(model, file, other_model=warnings.append)
+    load_weights(model, file, other_model=(warnings := []).append)
     assert len(warnings) == 1
-    chosen = rope_jax.create_model("dinat_isotropic_s16", image_size=112, dilation=1, **small)
-    load_weights(chosen, file)
-    small["position"] = "rpb+rope2d"
+    load_weights(create("dinat_isotropic_s16", dilation=1), file)
+    load_weights(create(dilation=2), file)
     with pytest.raises(ValueError, match=r"position is rpb there and rpb\+rope2d here"):
-        load_weights(rope_jax.create_model("nat_isotropic_s16", dilation=2, **small), file)
-    small["position"] = "rpb"
-    load_weights(rope_jax.create_model("nat_isotropic_s16", dilation=2, **small), file)
+        load_weights(create(position="rpb+rope2d", dilation=2), file)
 
 
 def test_published_windows_are_those_from_which_other_windows_extend():
     small = {"width": 8, "depths": (1, 1), "heads": (1, 1), "num_classes": 2, "image_size": 48}
-    model = rope_jax.create_model("swinv2_t", **small)
-    arrays = export_state_dict(model, source="timm")
-    shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    file = find_weights("swinv2_t", True).describe(WeightsFile(shapes, arrays.get))
-    other = rope_jax.create_model("swinv2_t", pretrained=file, window_size=6, **small)
-    assert [stage.position.border for stage in other.stages] == [(7, 7), (7, 7)]
     create = lambda **options: rope_jax.create_model("swinv2_t", **small | options)
+    file = as_listed(create(), "timm", "swinv2_t")
+    other = create(pretrained=file, window_size=6)
+    assert [stage.position.border for stage in other.stages] == [(7, 7), (7, 7)]
     with pytest.raises(ValueError, match="window_size is 8 there and 6 here"):
         load_weights(create(window_size=6), file)
     load_weights(create(window_size=None, image_size=256), file)  # a thirty-second is 8
@@ -212,7 +207,7 @@ def test_training_and_commands_start_from_them(cached, capsys):
 
 
 def test_a_listed_file_of_a_command_brings_its_size(tmp_path):
-    path = str(shutil.copy(FILE, tmp_path / "deit_base_patch16_384-8de9b5d1.pth"))
+    path = str(shutil.copy(FILE, tmp_path / LISTED))
     loaded = load_model(parse("--model=deit_b16", f"--weights={path}", "--source=deit"))
     assert (loaded.image_size, loaded.weights) == ((384, 384), path)
     assert loaded.sha256 is not None
@@ -221,9 +216,8 @@ def test_a_listed_file_of_a_command_brings_its_size(tmp_path):
 
 def test_a_file_of_the_user_comes_before_a_tag(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = SMALL | {"depths": (1,), "heads": (1,), "kernel_size": 3}
-    del small["depth"]
-    model = rope_jax.create_model("nat_tiny", **small)
+    small = {"width": 4, "depths": (1,), "heads": (1,), "kernel_size": 3, "image_size": 32}
+    model = rope_jax.create_model("nat_tiny", num_classes=2, **small)
     rope_jax.save_pretrained(model, "nat_tiny")  # which is a tag, too
     assert_same(rope_jax.create_model("nat_tiny", pretrained="nat_tiny"), model)
 
@@ -254,7 +248,7 @@ def test_files_are_downloaded_once_unless_a_folder_has_them(tmp_path, monkeypatc
 
 
 def test_repositories_and_files_are_taken_from_a_folder(tmp_path, cached):
-    (tmp_path / "deit_tiny_patch16_224.fb_in1k").mkdir()
-    shutil.copy(FILE, tmp_path / "deit_tiny_patch16_224.fb_in1k" / "pytorch_model.bin")
-    settings = SMALL | {"pretrained": True, "weights_dir": tmp_path}
-    assert_same(rope_jax.create_model("deit_ti16", **settings), cached)
+    (folder := tmp_path / "deit_tiny_patch16_224.fb_in1k").mkdir()
+    shutil.copy(FILE, folder / "pytorch_model.bin")
+    model = rope_jax.create_model("deit_ti16", pretrained=True, weights_dir=tmp_path, **SMALL)
+    assert_same(model, cached)

@@ -8,6 +8,7 @@ The check of a kind of goldens is a module of this package whose name begins the
 for vitdet_abs and vitdet_rel. It defines
 
     outputs(golden, dtype)    arrays by name, as stored: NCHW, and only the stored part
+    make_model(case, weights, dtype)    the model of a case, without weights, for `load`
     LIMITS                    optional: limits that differ from those below
 
 and reads all numbers from `golden.case`.
@@ -22,7 +23,9 @@ import pkgutil
 
 import jax
 import numpy as np
+from flax import nnx
 
+import rope_jax
 from tests.parity import noise as drawn
 from tests.parity import official
 
@@ -77,6 +80,22 @@ def find_check(name):
     kinds = [module.name for module in pkgutil.iter_modules(__path__)]
     matching = [kind for kind in kinds if name.startswith(kind)]
     return importlib.import_module(f"{__name__}.{max(matching, key=len)}") if matching else None
+
+
+def load(golden, dtype, source):
+    """The model of a golden with its weights."""
+    make = find_check(golden.name).make_model
+    model = nnx.eval_shape(lambda: make(golden.case, golden.weights, dtype))
+    rope_jax.convert_state_dict(model, golden.weights, source=source)
+    return model
+
+
+def draw_maps(case, dtype, batch=1):
+    """The fixed maps of a case, [B, H, W, C]."""
+    return [
+        noise(batch, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
+        for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
+    ]
 
 
 def differences(golden, dtype):

@@ -4,13 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import rope_jax
 from rope_jax.models.heads.dino.levels import map_positions, padding_mask
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer
 from rope_jax.models.layers import layer_dtypes
 from tests.models.small import compile_call
-from tests.parity.dense import noise
+from tests.parity.dense import load, noise
 
 LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
 
@@ -44,9 +43,7 @@ def make_inputs(case, dtype):
 
 
 def outputs(golden, dtype):
-    case = golden.case
-    model = nnx.eval_shape(lambda: make_model(case, golden.weights, dtype))
-    rope_jax.convert_state_dict(model, golden.weights, source="detrex")
+    case, model = golden.case, load(golden, dtype, "detrex")
     maps, padding = make_inputs(case, dtype)
     results = compile_call(model)(maps, padding)
     last = map_positions(padding[-1], case["channels"])

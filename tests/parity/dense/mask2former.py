@@ -3,11 +3,10 @@
 import numpy as np
 from flax import nnx
 
-import rope_jax
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former.head import semantic_scores
 from tests.models.small import compile_read
-from tests.parity.dense import noise
+from tests.parity.dense import draw_maps, load
 
 LIMITS = {"float64": 2e-5}  # the official positions are float32
 
@@ -35,13 +34,7 @@ def make_model(case, weights, dtype):
 
 
 def outputs(golden, dtype):
-    case, weights = golden.case, golden.weights
-    head = nnx.eval_shape(lambda: make_model(case, weights, dtype))
-    rope_jax.convert_state_dict(head, weights, source="mask2former")
-    maps = [
-        noise(1, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
-        for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
-    ]
+    head, maps = load(golden, dtype, "mask2former"), draw_maps(golden.case, dtype)
 
     def read(head, maps, _):
         results = head(maps)

@@ -9,34 +9,27 @@ import rope_jax
 from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks.windows import Windows, resize_image
 from tests.models.small import compile_call
-from tests.parity.dense import images
+from tests.parity.dense import images, load
 
 PATCH = 16
 
 
-def make_model(golden, dtype):
-    """The model with the golden's weights; all layer norms have an epsilon of 1e-5."""
-    case = golden.case
-    heads = {"segmenter_mask": f"segmenter(depth={case.get('decoder_layers')})"}
-
-    def make():
-        return rope_jax.create_model(
-            "deit_ti16",
-            head=heads.get(golden.name, "linear"),
-            num_classes=case["classes"],
-            position="ape(resize=bilinear)",
-            image_size=tuple(case["created_for"]),
-            dtype=dtype,
-            width=case["embed_dim"],
-            depth=case["depth"],
-            heads=case["heads"],
-            norm_epsilon=1e-5,
-            patch_size=PATCH,
-        )
-
-    model = nnx.eval_shape(make)
-    rope_jax.convert_state_dict(model, golden.weights, source="segmenter")
-    return model
+def make_model(case, weights, dtype):
+    """The model of a case, without weights; all layer norms have an epsilon of 1e-5."""
+    depth = case.get("decoder_layers")
+    return rope_jax.create_model(
+        "deit_ti16",
+        head=f"segmenter(depth={depth})" if depth else "linear",
+        num_classes=case["classes"],
+        position="ape(resize=bilinear)",
+        image_size=tuple(case["created_for"]),
+        dtype=dtype,
+        width=case["embed_dim"],
+        depth=case["depth"],
+        heads=case["heads"],
+        norm_epsilon=1e-5,
+        patch_size=PATCH,
+    )
 
 
 def compute_logits(model, x):
@@ -48,7 +41,7 @@ def compute_logits(model, x):
 
 
 def outputs(golden, dtype):
-    case, model = golden.case, make_model(golden, dtype)
+    case, model = golden.case, load(golden, dtype, "segmenter")
     usual_size = images(*case["logits"]["image"]).astype(dtype)
     other = images(*case["logits_other_size"]["image"], seed=case["logits_other_size"]["seed"])
     results = {

@@ -6,7 +6,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.heads import create_head
 from tests.models.small import compile_call, compile_read
-from tests.parity.dense import images, noise
+from tests.parity.dense import draw_maps, images, load
 
 
 def make_model(case, weights, dtype):
@@ -39,15 +39,9 @@ def read(model, x, _):
 
 
 def outputs(golden, dtype):
-    case = golden.case
-    model = nnx.eval_shape(lambda: make_model(case, golden.weights, dtype))
-    rope_jax.convert_state_dict(model, golden.weights, source="mmseg")
+    case, model = golden.case, load(golden, dtype, "mmseg")
     if "maps" in case:
-        maps = [
-            noise(1, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
-            for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
-        ]
-        predictions = compile_call(model)(maps)
+        predictions = compile_call(model)(draw_maps(case, dtype))
         stored = {"logits": predictions.logits, "aux_logits": predictions.auxiliary}
     else:
         x = images(*case["image"]).astype(dtype)

@@ -1,11 +1,10 @@
 """ViT-Adapter's backbone, in the form of its detection code."""
 
 import jax.numpy as jnp
-from flax import nnx
 
 import rope_jax
 from tests.models.small import compile_read
-from tests.parity.dense import images
+from tests.parity.dense import images, load
 
 LIMITS = {"float64": 2e-5}  # the official code makes the references in float32
 
@@ -39,9 +38,7 @@ def make_model(case, weights, dtype):
 
 
 def outputs(golden, dtype):
-    case, weights = golden.case, golden.weights
-    model = nnx.eval_shape(lambda: make_model(case, weights, dtype))
-    rope_jax.convert_state_dict(model, weights, source="vit_adapter")
+    model = load(golden, dtype, "vit_adapter")
     run = compile_read(model, lambda model, x, _: model.features(x))
-    maps = run(jnp.asarray(images(*case["image"]), dtype))
+    maps = run(jnp.asarray(images(*golden.case["image"]), dtype))
     return {f"f{n}": x[:, ::2, ::2, :8].transpose(0, 3, 1, 2) for n, x in enumerate(maps, 1)}

@@ -6,7 +6,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from tests.models.small import compile_read
-from tests.parity.dense import images
+from tests.parity.dense import images, load
 
 
 def make_model(case, weights, dtype):
@@ -43,15 +43,13 @@ def make_model(case, weights, dtype):
 
 
 def outputs(golden, dtype):
-    case, weights = golden.case, golden.weights
-    model = nnx.eval_shape(lambda: make_model(case, weights, dtype))
-    rope_jax.convert_state_dict(model, weights, source="detectron2")
+    model = load(golden, dtype, "detectron2")
 
     def read(model, x, _):
         (last,) = model.backbone.features(x, norm=False)
         return last, model.neck([last])
 
-    last, maps = compile_read(model, read)(jnp.asarray(images(*case["image"]), dtype))
+    last, maps = compile_read(model, read)(jnp.asarray(images(*golden.case["image"]), dtype))
     stored = {f"p{n}": x[:, ::2, ::2, :8] for n, x in enumerate(maps, 2)}
     stored["last_feat"] = last[..., :16]
     return {key: x.transpose(0, 3, 1, 2) for key, x in stored.items()}
