@@ -1,8 +1,10 @@
 """A program compiled for a GPU that may be absent: its launches, buffers and Pallas kernels."""
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import math
+import multiprocessing
 import os
 import pathlib
 import re
@@ -263,6 +265,13 @@ def compile_program(gpus, mesh_shape, folder, f, shapes, *, specs=None, donate=(
     ]
     aliased = compiled.memory_analysis().alias_size_in_bytes
     return Program([x.kind for x in launches(text)], text, aliased, kernels)
+
+
+def run_alone(f, *args) -> None:
+    """f(*args) in a process of its own: Mosaic GPU compiles for one generation of GPUs in each."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        pool.submit(f, *args).result()
 
 
 def read_kernel(path: pathlib.Path) -> Kernel:

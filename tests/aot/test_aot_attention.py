@@ -57,27 +57,36 @@ def test_machine_code(name, compile_for):
 
 
 @pytest.mark.parametrize(
-    ("name", "learned", "count"),
+    ("implementation", "layer", "check_vma", "learned", "count"),
     [
-        ("ViT-S", ["qkv"], 3),
-        ("NAT", ["qkv"], 3),
-        ("Swin", ["qkv"], 2),
-        ("Swin", ["qkv", "freqs"], 2),
-        ("Swin", ["bias"], 2),
+        ("triton", make_layer("vit_s_class_token"), True, ["qkv"], 3),
+        ("triton", make_layer("nat_mini_1"), True, ["qkv"], 3),
+        ("triton", make_layer("swin_t_1"), True, ["qkv"], 2),
+        ("triton", make_layer("swin_t_1"), True, ["qkv", "freqs"], 2),
+        ("triton", make_layer("swin_t_1"), True, ["bias"], 2),
+        (None, make_layer("vit_s_class_token"), True, ["qkv"], 1),  # unpacks before cuDNN
+        (None, make_layer("vit_s_class_token", bias=True), True, ["qkv", "bias"], 1),
+        ("mosaic", make_layer("vit_s_class_token"), True, ["qkv"], 2),
+        ("mosaic", make_layer("vit_s_class_token"), False, ["qkv"], 2),
+        ("mosaic", make_layer("swin_t_1", bias=False), True, ["qkv"], 2),
+        ("mosaic", make_layer("swin_t_1", bias=False), False, ["qkv"], 2),
+        ("mosaic", make_layer("nat_mini_3"), True, ["qkv"], 3),
+        ("mosaic", make_layer("nat_mini_3"), False, ["qkv"], 3),
     ],
 )
-def test_sharded_over_batch_and_heads(name, learned, count, compile_for):
+def test_sharded_over_batch_and_heads(
+    implementation, layer, check_vma, learned, count, compile_for
+):
     """Forward and with gradients: only sums over examples are communicated.
 
     Fixed frequencies, as in most schemes, have no gradient.
     """
-    layer, dtype, _ = CASES[name]
-    shapes, bias_spec = layer.shapes(16, dtype), P("heads") if layer.bias else P()
+    shapes, bias_spec = layer.shapes(16), P("heads") if layer.bias else P()
     data = P("data", *[None] * (1 + len(layer.places)), "heads")
     output = P("data", *[None] * len(layer.places), "heads")
     specs = [data, P(), P("heads"), bias_spec, output]
-    f = functools.partial(attend, layer, "triton")
-    sharded = jax.shard_map(f, in_specs=tuple(specs[:4]), out_specs=specs[4])
+    options = {"in_specs": tuple(specs[:4]), "out_specs": specs[4], "check_vma": check_vma}
+    sharded = jax.shard_map(functools.partial(attend, layer, implementation), **options)
 
     def step(*arguments):
         *operands, cotangent = arguments

@@ -5,12 +5,12 @@ import re
 
 import jax
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from rope_jax_kernels import Global, Window, attention
+from benchmarks._gpus import B200, absent_gpus
+from rope_jax_kernels import Global, Neighborhood, Window, attention
 from rope_jax_kernels.attention.window_boxes import make_boxes
 from tests.aot.layers import attend, make_layer, train
-from tests.aot.program import TARGETS, budget, collectives
+from tests.aot.program import TARGETS, budget, compile_program, run_alone
 
 # Layer, dtype, and the registers per thread that its warpgroups allow.
 CASES = {
@@ -35,7 +35,7 @@ BACKWARD = {
 }
 
 
-MOSAIC, TRITON = TARGETS["mosaic"], TARGETS["triton"]
+MOSAIC = TARGETS["mosaic"]
 
 
 def shapes(name, batch=16):
@@ -48,18 +48,26 @@ def forward(name):
     return functools.partial(attend, CASES[name][0], "mosaic")
 
 
+def check(kernel, tensors_out, registers=255, spilled=0, elsewhere=256, product="wgmma.mma_async"):
+    """Checks a kernel's limits, and that it writes as many tiles and no runs of bytes.
+
+    The copy engine clips tiles to the array, and would not clip a run of bytes.
+    """
+    assert kernel.spilled_bytes <= budget(spilled, elsewhere=elsewhere)
+    assert kernel.registers <= registers
+    assert product in kernel.ptx
+    assert (kernel.tensors_out, kernel.runs_out) == (tensors_out, 0)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, compile_for):
+    layer, _, registers = CASES[name]
     program = compile_for((1, 1), forward(name), *shapes(name)[:3])
     # Nothing but the kernel and its table of cosines and sines.
-    assert program.operations == ["fusion"] * bool(CASES[name][0].pairs) + [MOSAIC]
+    assert program.operations == ["fusion"] * bool(layer.pairs) + [MOSAIC]
     (kernel,) = program.kernels
     assert kernel.local_bytes <= budget(0)
-    assert kernel.registers <= CASES[name][-1]
-    assert kernel.ptx.count("wgmma.mma_async") > 0
-    # The engine clips tiles to the array, and would not clip a run of bytes.
-    assert kernel.tensors_out == max(1, CASES[name][0].head_dim // 64)
-    assert kernel.runs_out == 0
+    check(kernel, max(1, layer.head_dim // 64), registers)
 
 
 def test_separate_arrays_and_gradients_need_no_copy(compile_for):
@@ -70,25 +78,16 @@ def test_separate_arrays_and_gradients_need_no_copy(compile_for):
     assert compile_for((1, 1), gradients, x, x, x, x).operations == [MOSAIC] * 2
 
 
-def list_kernels(program):
-    return [x for x in program.operations if x in TARGETS.values()]
-
-
 @pytest.mark.parametrize("name", BACKWARD)
 def test_machine_code_backward(name, compile_for):
-    program = compile_for(
-        (1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name, 256)
-    )
     layer, _, registers = CASES[name]
-    assert list_kernels(program) == [MOSAIC] * 2
+    step = functools.partial(train, layer, "mosaic")
+    program = compile_for((1, 1), step, *shapes(name, 256))
+    assert program.operations.count(MOSAIC) == program.launches() == 2
     # Tables of cosines and sines, and sums of the gradient of freqs; zeros where nothing turns.
     assert set(program.operations) - {MOSAIC} <= {"fusion", "reduce", "broadcast"}
     (kernel,) = (x for x in program.kernels if "attention_mosaic_backward" in x.ptx)
-    assert kernel.spilled_bytes <= budget(BACKWARD[name], elsewhere=256)
-    assert kernel.registers <= registers
-    assert kernel.ptx.count("wgmma.mma_async") > 0
-    assert kernel.tensors_out == 3 * layer.head_dim // 32
-    assert kernel.runs_out == 0
+    check(kernel, 3 * layer.head_dim // 32, registers, BACKWARD[name])
 
 
 # Layer with a bias, and the bytes that its backward kernel spills, outside its inner loop.
@@ -106,43 +105,57 @@ WINDOWS = {
 @pytest.mark.parametrize("name", WINDOWS)
 def test_machine_code_of_windows(name, compile_for):
     layer, spilled = WINDOWS[name]
-    program = compile_for(
-        (1, 1), functools.partial(train, layer, "mosaic"), *layer.shapes(64).values()
-    )
-    assert list_kernels(program) == [MOSAIC] * 2
-    kernels = {"backward" in x.name: x for x in program.kernels}
+    step = functools.partial(train, layer, "mosaic")
+    program = compile_for((1, 1), step, *layer.shapes(64).values())
+    assert program.operations.count(MOSAIC) == program.launches() == 2
     boxes = len(make_boxes(layer.pattern, layer.places, layer.head_dim).boxes())
-    for backward, arrays, most in ((False, 1, 0), (True, 3, spilled)):
-        kernel = kernels[backward]
-        assert kernel.spilled_bytes <= budget(most, elsewhere=512)
-        assert kernel.ptx.count("wgmma.mma_async") > 0
-        assert (kernel.tensors_out, kernel.runs_out) == (arrays * boxes, 0)
+    backward, forward = sorted(program.kernels, key=lambda x: "backward" not in x.name)
+    check(forward, boxes, elsewhere=512)
+    check(backward, 3 * boxes, spilled=spilled, elsewhere=512)
 
 
-def test_triton_runs_the_backward_pass_of_many_tokens(compile_for):
-    name = "ViT at 512 px"
-    program = compile_for((1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name))
-    assert list_kernels(program) == [MOSAIC, *[TRITON] * 2]
-    assert set(program.operations) - set(list_kernels(program)) <= {"fusion", "reduce"}
+# Layer, dtype, and the registers per thread of the kernels: forward, of queries, of keys.
+NEIGHBORHOODS = {
+    "NAT": (make_layer("nat_mini_1"), "bfloat16", (200, 128, 128)),
+    "NAT, no bias": (make_layer("nat_mini_1", bias=False), "bfloat16", (168, 128, 128)),
+    "DiNAT": (make_layer("dinat_mini_1", bias=True), "float16", (200, 128, 136)),
+    "heads of 64": (
+        make_layer("nat_mini_1", head_dim=64, pairs=32, pattern=Neighborhood((13, 13))),
+        "bfloat16",
+        (255, 255, 255),
+    ),
+    "heads of 64, small map": (
+        make_layer("nat_mini_4", head_dim=64, pairs=32, pattern=Neighborhood((3, 3))),
+        "bfloat16",
+        (255, 255, 255),
+    ),
+}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("layer", [CASES["ViT-S"][0], make_layer("swin_t_1", bias=False)])
-def test_no_collective_when_sharded_over_batch_and_heads(layer, check_vma, compile_for):
-    """Forward and backward in one program."""
-    lead = ["data", *[None] * len(layer.places)]
-    specs = [P(*lead, None, "heads"), P(), P("heads"), P(*lead, "heads")]
-    options = {"in_specs": tuple(specs[:3]), "out_specs": specs[3], "check_vma": check_vma}
-    sharded = jax.shard_map(functools.partial(attend, layer, "mosaic"), **options)
+@pytest.mark.parametrize("name", NEIGHBORHOODS)
+def test_machine_code_of_neighborhoods(name, compile_for):
+    layer, dtype, registers = NEIGHBORHOODS[name]
+    step = functools.partial(train, layer, "mosaic")
+    program = compile_for((1, 1), step, *layer.shapes(64, dtype).values())
+    assert program.operations.count(MOSAIC) == 3
+    kernels = {x.name.removesuffix("_mosaic_gpu_kernel"): x for x in program.kernels}
+    names = [f"attention_neighborhood{part}" for part in ("", "_queries", "_keys")]
+    assert kernels.keys() == set(names)
+    for most, kernel in zip(registers, map(kernels.get, names), strict=True):
+        check(kernel, 2, budget(most), product="mma.sync")
 
-    def step(qkv, coords, freqs, cotangent):
-        out, pull_back = jax.vjp(lambda qkv: sharded(qkv, coords, freqs), qkv)
-        return out, pull_back(cotangent)
 
-    *operands, _, out = layer.shapes(16).values()
-    program = compile_for((2, 3), step, *operands, out, specs=specs)
-    assert list_kernels(program) == [MOSAIC] * 2
-    assert collectives(program.text) == []
+def check_blackwell(folder):
+    """The default on a B200, with gradients, has these kernels, and no register spills."""
+    layer, dtype, _ = NEIGHBORHOODS["NAT"]
+    shapes, step = layer.shapes(64, dtype).values(), functools.partial(train, layer, None)
+    program = compile_program(absent_gpus(kind=B200), (1, 1), folder, step, list(shapes))
+    assert program.operations.count(MOSAIC) == len(program.kernels) == 3
+    assert max(x.spilled_bytes for x in program.kernels) <= budget(0, elsewhere=256)
+
+
+def test_blackwell(tmp_path):
+    run_alone(check_blackwell, tmp_path)
 
 
 def test_more_elements_than_32_bits_can_index(compile_for):

@@ -18,7 +18,6 @@ from rope_jax_kernels import Global
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering
-from tests.kernels.test_dispatch import abstract_mesh, choose
 
 KINDS = (H200, A100, L4, T4)
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
@@ -79,16 +78,6 @@ def test_cudnn_trains_with_the_token_counts_of_models(kind, name, biased, gpu_of
     assert biased or not holds_weights(layer, program)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_serving_implementations_train(name, gpus):
-    """Each implementation by name, on an H200; defaults of other GPUs are tested above."""
-    with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        _, reasons = choose(LAYERS[name], "bfloat16")
-    for implementation in (name for name, reason in reasons.items() if reason == "ok"):
-        compile_layer(LAYERS[name], implementation, gpus[0])
-
-
 def layers(layer, implementation, depth, x, w, freqs, coords):
     """The gradient of `depth` layers in a scan, each a projection and attention."""
 
@@ -127,27 +116,17 @@ def test_the_default_costs_a_gpu_no_memory(name, by, gpus):
     assert not holds_weights(layer, default)
 
 
-@pytest.mark.parametrize(
-    ("form", "biased"), [("jit", False), ("shard_map", False), ("shard_map", True)]
-)
-def test_several_gpus(form, biased, compile_for):
-    """cuDNN's call is partitioned by jax over batch and heads, without communication.
+def test_cudnn_is_partitioned_without_communication(compile_for):
+    """By jax, over batch and heads; inside `jax.shard_map`, see `test_aot_attention`."""
+    layer = LAYERS["vit_s_class_token"]
+    specs = P("data", None, None, "heads"), P(), P("heads"), P(), P("data", None, "heads")
 
-    Only the gradient of a bias that all examples share is summed over the GPUs.
-    """
-    layer = dataclasses.replace(LAYERS["vit_s_class_token"], bias=biased)
-    bias_spec = P("heads") if biased else P()
-    specs = (P("data", None, None, "heads"), P(), P("heads"), bias_spec, P("data", None, "heads"))
-    f = functools.partial(attend, layer, None)
-    if form == "shard_map":
-        f = jax.shard_map(f, in_specs=specs[:4], out_specs=specs[4])
-
-    def step(qkv, coords, freqs, bias, cotangent):
-        out, pull_back = jax.vjp(lambda qkv, bias: f(qkv, coords, freqs, bias), qkv, bias)
-        return out, pull_back(cotangent)[: 1 + biased]
+    def step(qkv, coords, freqs, _, cotangent):
+        out, pull_back = jax.vjp(lambda qkv: attend(layer, None, qkv, coords, freqs), qkv)
+        return out, pull_back(cotangent)
 
     program = compile_for((2, 3), step, *layer.shapes(8).values(), specs=specs)
     assert any("fmha" in x and "Backward" in x for x in program.operations)
-    assert program.launches() == (1 if form == "shard_map" else 0)
-    assert [kind for kind, _ in collectives(program.text)] == ["all-reduce"] * biased
+    assert program.launches() == 0
+    assert collectives(program.text) == []
     assert "bf16[4,2,198,64]" in program.text  # a GPU's part of the batch and of the heads

@@ -5,10 +5,8 @@ the reference in the same dtype, plus one rounding of the largest element; in fl
 `rope_jax_kernels.accuracy`, because weights are recomputed from the logarithm of their sum.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
 from unittest import mock
 
 import jax
@@ -32,24 +30,25 @@ from rope_jax_kernels import (
 from rope_jax_kernels.attention import mosaic_program, plans
 from rope_jax_kernels.rotary import tile_sizes, unpack_and_rotate
 from rope_jax_kernels.tuning.tiles import attention_tiles
+from tests.aot.program import run_alone
 from tests.kernels.rotary_cases import CASES, Case, draw, serves
 from tests.ptx.capture import Emulator
 
 
 def check(f, arrays, gpu):
-    """Emulates f("triton") or f("mosaic") and compares f("xla"); f(name) is a function of arrays.
+    """Emulates f("triton", *arrays) or f("mosaic", *arrays) and compares f("xla", *arrays).
 
     Args:
-        f: of the name of an implementation.
+        f: of the name of an implementation, and of arrays.
         arrays: trees of arguments.
         gpu: device for which kernels are compiled, and the implementation.
     """
     device, implementation = gpu
     emulator = Emulator(device)
-    results = emulator(f(implementation), *arrays)
+    results = emulator(functools.partial(f, implementation), *arrays)
     assert emulator.launches
     assert not emulator.findings, str(emulator.findings)
-    assert is_exact(results, f("xla"), arrays)
+    assert is_exact(results, functools.partial(f, "xla"), arrays)
 
 
 def is_exact(results, reference, arrays):
@@ -161,22 +160,8 @@ ROTATIONS = [
 
 @pytest.mark.parametrize(("kind", "implementation", "operation", "case"), ROTATIONS)
 def test_rotation(kind, implementation, operation, case, gpu_of):
-    f = lambda name: functools.partial(operation, case, name)
+    f = functools.partial(operation, case)
     check(f, operands(case, operation), (gpu_of(kind), implementation))
-
-
-def check_on_blackwell(operation, case):
-    f = lambda name: functools.partial(operation, case, name)
-    check(f, operands(case, operation), (absent_gpus(kind=B200)[0], "mosaic"))
-
-
-@pytest.mark.parametrize("operation", [rotate_all, rotate_packed, rotate_angles])
-def test_rotation_by_mosaic_on_blackwell(operation):
-    """In a process of its own: Mosaic GPU compiles for one capability in a process."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        for case in (CASES[2], CASES[8], MORE[5]):
-            pool.submit(check_on_blackwell, operation, case).result()
 
 
 # Attention
@@ -212,18 +197,7 @@ class Attention:
     learned: bool = True
     scale: float | None = None
 
-    def __str__(self):
-        changed = [
-            f"{f.name}={getattr(self, f.name)}".replace(" ", "")
-            for f in dataclasses.fields(self)[2:]
-            if getattr(self, f.name) != f.default
-        ]
-        shape = ",".join(map(str, self.places))
-        return " ".join([type(self.pattern).__name__, self._sizes(), shape, *changed])
-
-    def _sizes(self):
-        sizes = [getattr(self.pattern, x, ()) for x in ("size", "shift", "dilation")]
-        return "/".join("x".join(map(str, x)) for x in sizes if x)
+    __str__ = Case.__str__
 
     def arrays(self):
         """data, coords, freqs, bias and the cotangent."""
@@ -363,21 +337,29 @@ CALLS = [
 
 @pytest.mark.parametrize(("kind", "implementation", "case"), CALLS)
 def test_attention(kind, implementation, case, gpu_of):
-    f = lambda name: functools.partial(case, name)
-    check(f, case.arrays(), (gpu_of(kind), implementation))
+    check(case, case.arrays(), (gpu_of(kind), implementation))
 
 
-def check_neighborhood_on_blackwell(case):
-    f = lambda name: functools.partial(case, name)
-    check(f, case.arrays(), (absent_gpus(kind=B200)[0], "mosaic"))
+def check_on_blackwell(calls):
+    for f, arrays in calls:
+        check(f, arrays(), (absent_gpus(kind=B200)[0], "mosaic"))
 
 
-def test_neighborhoods_by_mosaic_on_blackwell():
-    """In a process of its own, as rotations."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        for case in (MOSAIC_NEIGHBORHOODS[1], MOSAIC_NEIGHBORHOODS[9]):
-            pool.submit(check_neighborhood_on_blackwell, case).result()
+ON_BLACKWELL = [
+    [
+        (functools.partial(operation, case), functools.partial(operands, case, operation))
+        for case in (CASES[2], CASES[8], MORE[5])
+    ]
+    for operation in (rotate_all, rotate_packed, rotate_angles)
+]
+ON_BLACKWELL += [
+    [(case, case.arrays) for case in (MOSAIC_NEIGHBORHOODS[1], MOSAIC_NEIGHBORHOODS[9])]
+]
+
+
+@pytest.mark.parametrize("calls", ON_BLACKWELL, ids=[*(f.__name__ for f in OPERATIONS[:3]), "NAT"])
+def test_mosaic_on_blackwell(calls):
+    run_alone(check_on_blackwell, calls)
 
 
 # Windows at real batches: programs of several examples, which load the next one while they compute.
@@ -403,7 +385,14 @@ ON_A100 = [case for case in PIPELINED if not case.bias]  # the others run on an 
 )
 def test_programs_of_several_examples(kind, case, gpu_of):
     with mock.patch.object(plans, "PROGRAMS", 1):  # as if there were programs enough
-        check(lambda name: functools.partial(case, name), case.arrays(), (gpu_of(kind), "triton"))
+        check(case, case.arrays(), (gpu_of(kind), "triton"))
+
+
+def few_programs(monkeypatch):
+    """Kernels for Mosaic GPU compute several examples in each program, as at real batches."""
+    monkeypatch.setattr(mosaic_program, "MULTIPROCESSORS", 1)
+    for name in ("PROGRAMS", "BYTES_IN_FLIGHT"):  # two slots, which many examples pass through
+        monkeypatch.setattr(tile_sizes, name, 1)
 
 
 @pytest.mark.parametrize(
@@ -421,13 +410,11 @@ def test_programs_of_several_examples(kind, case, gpu_of):
     ids=str,
 )
 def test_mosaic_programs_of_several_examples(case, gpu_of, monkeypatch):
-    monkeypatch.setattr(mosaic_program, "MULTIPROCESSORS", 1)
-    for name in ("PROGRAMS", "BYTES_IN_FLIGHT"):  # two slots, which many examples pass through
-        monkeypatch.setattr(tile_sizes, name, 1)
+    few_programs(monkeypatch)
     rotates = isinstance(case, Case)
     f = functools.partial(rotate_all, case) if rotates else case
     arrays = operands(case, rotate_all) if rotates else case.arrays()
-    check(lambda name: functools.partial(f, name), arrays, (gpu_of(H200), "mosaic"))
+    check(f, arrays, (gpu_of(H200), "mosaic"))
 
 
 TILED = [
@@ -457,7 +444,7 @@ def test_tiles_that_are_measured(case, number, gpu_of):
         )
     if number >= len(tiles):
         pytest.skip(f"`tune` has only {len(tiles)} tiles for this case")
-    f = lambda name: functools.partial(case, name, tile=tiles[number])
+    f = functools.partial(case, tile=tiles[number])
     check(f, case.arrays(), (gpu_of(H200), "triton"))
 
 

@@ -76,15 +76,6 @@ def test_one_launch_in_place(implementation, case, compile_for):
     check_in_place(program, implementation, case, [x, x])
 
 
-def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
-    """120 pairs are 15 accesses of 16 bytes; "mosaic" takes narrower ones on more threads."""
-    case = Case(batch=64, tokens=197, heads=4, head_dim=248, pairs=120, dtype="bfloat16")
-    x, coords, freqs = rotation_shapes(case)
-    f = functools.partial(turn, case, "mosaic")
-    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
-    check_machine_code(program, "mosaic", case, copies=2, registers=255)
-
-
 @SERVED
 def test_the_gradient_of_frequencies_comes_from_the_same_pass(implementation, case, compile_for):
     def backward(gq, gk, q, k, coords, freqs):

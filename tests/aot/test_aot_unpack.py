@@ -1,12 +1,10 @@
 """Splitting and packing the projection as machine code for Hopper, and a layer before cuDNN."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Global, Rotation, attention_qkv
 from rope_jax_kernels.rotary import unpack_and_rotate
@@ -63,26 +61,6 @@ def test_the_gradient_of_frequencies_comes_from_the_same_pass(case, compile_for)
 
     qkv, x, coords, freqs = arguments(case)
     check(compile_for((1, 1), backward, x, x, x, qkv, coords, freqs), case)
-
-
-def test_no_collective_when_sharded_over_batch_and_heads(compile_for):
-    case = MODEL_CASES[-1]
-    qkv, x, coords, freqs = arguments(case)
-    spec = P("data", None, "heads")
-    specs = (P("data", None, None, "heads"), P(), P("heads"))
-
-    def forward_and_backward(qkv, coords, freqs, *gs):
-        f = jax.shard_map(
-            functools.partial(call_unpack, case), in_specs=specs, out_specs=(spec,) * 3
-        )
-        out, pull_back = jax.vjp(lambda qkv: f(qkv, coords, freqs), qkv)
-        return out, pull_back(gs)
-
-    program = compile_for(
-        (4, 2), forward_and_backward, qkv, coords, freqs, x, x, x, specs=(*specs, *[spec] * 3)
-    )
-    assert program.launches() == 1
-    assert set(program.operations) <= {"__gpu$xla.gpu.triton", "fusion"}
 
 
 # A layer of a ViT-S in front of cuDNN.

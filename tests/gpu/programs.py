@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks._model_shapes import Layer
 from benchmarks._timing import torch_on_gpu
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention_qkv, rotate_qkv
 
@@ -45,13 +46,9 @@ class Run:
 
     def shapes(self):
         """Shapes of qkv, coords and freqs."""
-        tokens = math.prod(self.places)
-        if self.pattern is not None:
-            tokens = self.pattern.rotated_tokens(self.places)
-        qkv = (self.batch, *self.places, 3, self.heads, self.head_dim)
-        float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-        terms = float32(tokens, 2), float32(self.heads, 2, self.pairs)
-        return jax.ShapeDtypeStruct(qkv, self.dtype), *terms
+        sizes = self.places, self.heads, self.head_dim, self.pairs
+        layer = Layer(self.pattern or Global(), *sizes)
+        return list(layer.shapes(self.batch, self.dtype).values())[:3]
 
     def __call__(self, qkv, coords, freqs):
         """The output, and the gradients of qkv and freqs."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks._model_shapes import LAYERS
-from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
+from rope_jax_kernels import Global, Neighborhood, Window, attention
 from tests.gpu.programs import at
 from tests.kernels import test_attention_triton as interpreted
 
@@ -27,6 +27,7 @@ MOSAIC = {
     "head dimension 128": ((196,), {"head_dim": 128, "pairs": 64}),
     "head dimension 128, many tokens": ((577,), {"head_dim": 128, "pairs": 40}),
 }
+MOSAIC = {name: (Global(), n, {"bias": False} | options) for name, (n, options) in MOSAIC.items()}
 
 
 def layer_case(name, **options):
@@ -53,81 +54,44 @@ MOSAIC_WINDOWS = {
     "heads of 64, separate arrays": layer_case("swin_t_2", head_dim=64, pairs=32, packed=False),
     "windows of two tiles": (Window((9, 9), (4, 4)), (20, 31), {"head_dim": 64, "batch": 40}),
 }
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", [*interpreted.CASES, *MODELS])
-def test_outputs_and_gradients(name, dtype):
-    pattern, places, options = (interpreted.CASES | MODELS)[name]
-    with jax.default_matmul_precision("highest"):
-        interpreted.check(pattern, places, dtype=dtype, **options)
-
-
 PATTERNS = {
     "global": (Global(), (53,)),
     "window": (Window((4, 4), (2, 1)), (7, 9)),
     "neighborhood": (Neighborhood((5, 5)), (9, 10)),
 }
-
-
-@pytest.mark.parametrize("head_dim", [16, 24, 96, 128])
-@pytest.mark.parametrize("name", at(PATTERNS, ["global"]))
-def test_head_dimensions(name, head_dim):
-    pattern, places = PATTERNS[name]
-    with jax.default_matmul_precision("highest"):
-        interpreted.check(
-            pattern, places, dtype=jnp.bfloat16, head_dim=head_dim, pairs=head_dim // 4
-        )
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", MOSAIC)
-def test_mosaic(name, dtype):
-    places, options = MOSAIC[name]
-    with jax.default_matmul_precision("highest"):
-        interpreted.check(
-            Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options
-        )
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", MOSAIC_WINDOWS)
-def test_mosaic_windows(name, dtype):
-    pattern, places, options = MOSAIC_WINDOWS[name]
-    with jax.default_matmul_precision("highest"):
-        interpreted.check(pattern, places, dtype=dtype, implementation="mosaic", **options)
-
-
-@pytest.mark.parametrize("name", ["ViT-S", "ViT at 512 px"])
-def test_cudnn_agrees(name):
-    pattern, places, options = MODELS[name]
-    qkv, *_ = interpreted.operands(
-        pattern, places, dtype=jnp.bfloat16, **options | {"bias": False, "pairs": 0}
+HEADS = {
+    f"{name}, heads of {n}": (*PATTERNS[name], {"head_dim": n, "pairs": n // 4})
+    for name in at(PATTERNS, ["global"])
+    for n in (16, 24, 96, 128)
+}
+WITHOUT_BIAS = {"heads": 6, "head_dim": 64, "pairs": 32, "bias": False}
+CUDNN = {f"{n} tokens": (Global(), (n,), WITHOUT_BIAS) for n in (196, 197, 1025)}  # odd: padded
+INTERPRETED = {x: case for x, case in interpreted.CASES.items() if "dtype" not in case[2]}
+CASES = [
+    pytest.param(implementation, *case, dtype, id=f"{implementation}-{name}-{dtype}")
+    for implementation, cases, dtypes in (
+        ("triton", INTERPRETED | MODELS, ("float32", "bfloat16", "float16")),
+        ("triton", HEADS, ("bfloat16",)),
+        ("mosaic", MOSAIC | MOSAIC_WINDOWS, ("bfloat16", "float16")),
+        ("cudnn", CUDNN, ("bfloat16", "float16")),
     )
-    q, k, v = (jnp.asarray(qkv[..., i, :, :]) for i in range(3))
-    assert explain(attention, q, k, v, pattern=pattern)["cudnn"] == "ok"
-    cudnn_result, triton_result = (
-        np.asarray(attention(q, k, v, pattern=pattern, implementation=name), np.float32)
-        for name in ("cudnn", "triton")
-    )
-    np.testing.assert_allclose(
-        cudnn_result, triton_result, rtol=0, atol=2 * 2**-8 * np.abs(triton_result).max()
-    )
+    for name, case in cases.items()
+    for dtype in dtypes
+]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("tokens", [196, 197, 1025])
-def test_cudnn_in_training(tokens, dtype):
-    """Odd numbers of tokens are padded."""
-    sizes = {"heads": 6, "head_dim": 64, "pairs": 32, "bias": False}
+@pytest.mark.parametrize(("implementation", "pattern", "places", "options", "dtype"), CASES)
+def test_outputs_and_gradients(implementation, pattern, places, options, dtype):
+    terms = options | {"implementation": implementation, "dtype": dtype}
     with jax.default_matmul_precision("highest"):
-        interpreted.check(Global(), (tokens,), dtype=dtype, implementation="cudnn", **sizes)
+        interpreted.check(pattern, places, **terms)
 
 
-@pytest.mark.parametrize("pattern", [Global(), Neighborhood((3, 3))], ids=["ViT", "NAT"])
-def test_arrays_on_the_cpu(pattern):
+@pytest.mark.parametrize(
+    ("pattern", "places"), [(Global(), (17,)), (Neighborhood((3, 3)), (6, 6))], ids=["ViT", "NAT"]
+)
+def test_arrays_on_the_cpu(pattern, places):
     """They are computed there by default, with and without jit."""
-    places = (17,) if pattern == Global() else (6, 6)
     arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, bias=False)
     arrays = jax.device_put(arrays, jax.devices("cpu")[0])
     run = lambda name: interpreted.outputs(
@@ -141,14 +105,3 @@ def test_arrays_on_the_cpu(pattern):
         )
     eager = attention(*jnp.unstack(arrays[0], axis=-3), pattern=pattern)
     assert eager.devices() == {jax.devices("cpu")[0]}
-
-
-def test_two_runs_are_bit_equal():
-    pattern, places, options = MODELS["NAT"]
-    arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, **options)
-    first, second = (
-        interpreted.outputs(*arrays, pattern=pattern, pairing="half", implementation="triton")
-        for _ in range(2)
-    )
-    for name in first:
-        np.testing.assert_array_equal(first[name], second[name])

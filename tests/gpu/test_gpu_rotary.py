@@ -1,10 +1,7 @@
 """The rotary kernels on a GPU: the cases that the CPU interprets, and layers of models."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from rope_jax_kernels import Rotation, explain, rotate
 from tests.kernels import rotary_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -44,13 +41,3 @@ def test_explicit_angles(case, theta_dtype):
 @each_implementation(ALL)
 def test_gradients(implementation, case):
     cases.check_gradients(case, implementation)
-
-
-def test_the_default_uses_the_kernel_if_it_halves_the_bytes():
-    q = jnp.ones((2, 6, 3, 64), jnp.bfloat16)
-    rotation = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 16)))
-    assert explain(rotate, q, q, rotation)["triton"] == "ok"
-    assert "pallas_call" not in str(jax.make_jaxpr(rotate)(q, q, rotation))
-    if jax.device_count() == 1:
-        many = jax.ShapeDtypeStruct((2**16, *q.shape[1:]), q.dtype)
-        assert "pallas_call" in str(jax.make_jaxpr(rotate)(many, many, rotation))

@@ -1,5 +1,7 @@
 """The attention kernels for Mosaic GPU in interpret mode, against "xla" in float64.
 
+Constant biases are tested for Triton's kernels, too.
+
 Interpret mode simulates copies, barriers and shared memory, and the copy engine's behaviour past
 the end of an array. It has no matrix instruction with an operand in registers: products are
 jax.numpy's there. The layout of shared memory and the instructions themselves are tested on a GPU
@@ -7,24 +9,19 @@ jax.numpy's there. The layout of shared memory and the instructions themselves a
 """
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.core import flatten_ref_union
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
-from rope_jax_kernels.attention import mosaic_global, mosaic_global_backward, mosaic_program
+from rope_jax_kernels import Global, Neighborhood, Window
+from rope_jax_kernels.attention import mosaic_program
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.covering import covering
-from tests.kernels.test_attention_triton import check, operands, outputs
-from tests.kernels.test_dispatch import abstract_mesh
+from tests.kernels.test_attention_triton import SMALL, check, operands, outputs
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -166,41 +163,6 @@ def test_gradient_of_shared_frequencies_in_bfloat16():
     assert (gradient.shape, gradient.dtype) == (freqs.shape, jnp.bfloat16)
 
 
-def check_several_warpgroups():
-    """Checks cases with several warpgroups, which are interpreted as threads."""
-    mosaic_program.MULTIPROCESSORS, mosaic_program.MOST_INTERPRETED = 1, 4
-    plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
-    os.environ["ROPE_JAX_INTERPRET"] = "1"
-    for name in sys.argv[1:]:
-        check_case(name)
-        assert not gpu_callbacks.get_races().races_found, name
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "names",
-    [
-        [
-            "several examples for a program",
-            "several stages, shared frequencies",
-            "several stages, no rotation",
-            "heads of 128, forward",
-        ],
-        ["two blocks", "three blocks without rotation", "ViT", "windows of two tiles"],
-    ],
-)
-def test_several_warpgroups(names):
-    """In a process that can be stopped and has many threads: `mosaic_program.MOST_INTERPRETED`."""
-    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
-    subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_attention_mosaic", *names],
-        env=environment,
-        check=True,
-        timeout=500,
-    )
-
-
 @pytest.mark.parametrize("pattern", [Window((3, 3)), Neighborhood((3, 3))])
 def test_nan_does_not_reach_other_examples(pattern, busy):
     """Neither by slots without a token, which keep what an earlier example left."""
@@ -226,20 +188,29 @@ def test_a_bias_of_minus_infinity_masks(pattern, busy):
     np.testing.assert_array_equal(result["out"], qkv[..., 2, :, :])
 
 
-@pytest.mark.parametrize("pattern", [Window((7, 7)), Neighborhood((3, 3))])
-def test_a_bias_that_is_the_same_everywhere_changes_nothing(pattern, busy):
-    """Also where tiles have slots past the end of the map; the lowest one leaves numbers finite."""
-    qkv, coords, freqs, bias, cotangent = operands(
-        pattern, (4, 6), dtype=jnp.bfloat16, bias=True, heads=1, batch=1
-    )
+CONSTANT = [("triton", *case) for case in SMALL.items()]
+CONSTANT += [("mosaic", Window((7, 7)), (4, 6)), ("mosaic", Neighborhood((3, 3)), (4, 6))]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "pattern", "places"),
+    [pytest.param(*x, marks=[pytest.mark.slow] if x in CONSTANT[1:3] else []) for x in CONSTANT],
+)
+def test_a_bias_that_is_the_same_everywhere_changes_nothing(kernel, pattern, places):
+    """Also where tiles have slots past the end of the map; the lowest one leaves numbers finite.
+
+    The exponential of the large one is infinite.
+    """
+    dtype, tolerance = (np.float32, 1e-4) if kernel == "triton" else (jnp.bfloat16, 0.02)
+    qkv, coords, freqs, bias, cotangent = operands(pattern, places, dtype=dtype, heads=1, batch=1)
+    call = functools.partial(outputs, qkv, coords, freqs, pattern=pattern, implementation=kernel)
     none, large, lowest = (
-        run(qkv, coords, freqs, np.full_like(bias, x), cotangent, pattern=pattern)
-        for x in (0, 100, jnp.finfo(jnp.float32).min)
+        call(np.full_like(bias, x), cotangent) for x in (0, 100, jnp.finfo(jnp.float32).min)
     )
-    for name in ("out", "qkv", "freqs", "bias"):
+    for name in none:
         expected, result = (np.float32(x[name]) for x in (none, large))
-        tolerance = 0.02 * np.abs(expected).max()
-        np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance)
+        atol = tolerance * np.abs(expected).max()
+        np.testing.assert_allclose(result, expected, rtol=0, atol=atol)
         assert np.isfinite(np.float32(lowest[name])).all()
 
 
@@ -266,53 +237,6 @@ def test_vmap_of_gradients(pattern, places, busy):
             np.testing.assert_allclose(mapped["freqs"][i], want["freqs"], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
-def test_views_of_shared_memory_have_the_same_bytes(width, dtype):
-    """Both views begin where their memory begins and hold rows in the same order."""
-    task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False)
-    views = flatten_ref_union(
-        mosaic_program.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
-    )
-    tilings, swizzles = zip(*(view.transforms[:2] for view in views), strict=True)
-    assert [x.offset for x in tilings] == [0, 0]
-    assert [x.swizzle for x in swizzles] == [2 * width] * 2
-    assert tilings[1].shape[1:] == (8, 1, 8, width)  # tiles of 8 rows, one after the other
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("NVIDIA H200", "ok"), ("NVIDIA A100-SXM4-80GB", "Hopper generation"), ("NVIDIA B200", "9.0")],
-)
-def test_supported_gpus(kind, reason):
-    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
-        assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
-
-
-@pytest.mark.parametrize(("kind", "served"), [("NVIDIA B200", True), ("NVIDIA RTX 5090", False)])
-def test_neighborhoods_on_blackwell(kind, served):
-    x = jnp.ones((1, 8, 8, 1, 32), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
-        reason = explain(attention, x, x, x, pattern=Neighborhood((3, 3)))["mosaic"]
-    assert (reason == "ok") == served
-
-
-@pytest.mark.parametrize(
-    ("tokens", "head_dim", "groups"),
-    [(50, 64, 1), (197, 64, 4), (577, 64, 2), (785, 64, 2), (1025, 64, 3), (197, 128, 2)],
-)
-def test_plan(tokens, head_dim, groups):
-    """All tokens have a tile, few tiles are empty, and every example has a program."""
-    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
-    for batch in (1, 7, 128, 1000):
-        plan = mosaic_global.plan(task, batch)
-        assert plan.groups == groups
-        assert 64 * (plan.programs - 1) * plan.groups < tokens <= 64 * plan.programs * plan.groups
-        assert 1 <= plan.items <= batch
-        assert head_dim % plan.width == 0
-    assert mosaic_global.plan(task, 1).items == 1
-
-
 @pytest.mark.parametrize("sums", [2**10, 2**14, 2**22])
 def test_programs_write_sums_of_bounded_size(sums):
     """For many examples; one chunk of programs may need more."""
@@ -321,21 +245,3 @@ def test_programs_write_sums_of_bounded_size(sums):
         items = mosaic_program.divide_examples(task, programs, 1000, 1, sums=sums)["items"]
         chunks = -(-1000 // items)
         assert chunks == 1 or chunks * 6 * programs * sums <= mosaic_program.MOST_SUMS
-
-
-@pytest.mark.parametrize(
-    ("tokens", "head_dim", "groups"),
-    [(1, 32, 1), (197, 64, 4), (256, 32, 4), (128, 128, 2), (257, 64, 0), (129, 128, 0)],
-)
-def test_plan_backward(tokens, head_dim, groups):
-    """Each example of a set has a program; 0 warpgroups stand for Triton."""
-    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
-    assert mosaic_global_backward.serves(task) == (groups > 0)
-    for batch, sets in ((1, 1), (128, 1), (1000, 10), (6, 2)) if groups else ():
-        plan = mosaic_global_backward.plan(task, batch, sets)
-        assert plan.groups == plan.blocks == groups
-        assert (plan.chunks - 1) * plan.items < batch // sets <= plan.chunks * plan.items
-
-
-if __name__ == "__main__":
-    check_several_warpgroups()

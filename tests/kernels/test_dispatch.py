@@ -66,8 +66,7 @@ def without_cudnn(monkeypatch):
 @pytest.fixture
 def default_gpu(monkeypatch):
     """Simulates an H200 as jax's default device; arrays, all large, are on the CPU."""
-    gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-    monkeypatch.setattr(device, "target", lambda: gpu)
+    monkeypatch.setattr(device, "target", lambda: abstract_mesh().abstract_device)
     monkeypatch.setattr(device, "bandwidth", lambda: 0.0)
 
 
@@ -88,6 +87,7 @@ def test_xla_is_the_default_on_a_cpu(monkeypatch):
     ("f", "shape", "kernel"),
     [
         (lambda q: rotate(q, q, SOME), MANY, True),
+        (lambda q: rotate(q, q, SOME), X, False),  # takes less time than a launch
         (lambda q: rotate(q, q, ALL), MANY, False),  # a kernel would move the bytes of a copy
         (lambda q: rotate_by_angles(q, jnp.ones((3, 6, 16))), MANY, True),
         (lambda qkv: rotate_qkv(qkv, SOME), QKV, False),
@@ -139,6 +139,8 @@ def test_choices_for_layers_of_models(kind, dtype, with_cudnn):
             assert choice == expected, (name, devices)
             assert reasons[choice] == "ok"
             generation = kind not in ("Tesla T4", "gfx942", "cpu")
+            in_mosaic = "H200" in kind or "H100" in kind or ("B200" in kind and "nat" in name)
+            assert (reasons["mosaic"] == "ok") == (in_mosaic and dtype != "float32")
             assert (reasons["triton"] == "ok") == generation
             assert (reasons["cudnn"] == "ok") == (
                 generation and is_global and dtype != "float32"
@@ -204,24 +206,6 @@ def test_windows_that_leave_slots_empty(window, name):
     assert (choice, reasons["mosaic"]) == (name, "ok")
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch", "kernel"),
-    [
-        ("NVIDIA H200", 128, False),  # 38.5 MB, and 48 MB pass in 10 us
-        ("NVIDIA H200", 256, True),
-        ("NVIDIA L4", 16, True),
-        ("NVIDIA L4", 8, False),
-        ("Tesla T4", 256, False),
-    ],
-)
-def test_rotation_in_place_starts_at_ten_microseconds(kind, batch, kernel):
-    x = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
-    rotation = Rotation(jnp.ones((196, 2)), jnp.ones((6, 2, 16)))
-    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
-        text = str(jax.make_jaxpr(lambda q, k: rotate(q, k, rotation))(x, x))
-    assert ("pallas_call" in text) == kernel
-
-
 MAP = jnp.linspace(-1, 1, 2 * 4 * 4 * 3 * 2 * 16).reshape(2, 4, 4, 3, 2, 16)
 
 
@@ -263,8 +247,7 @@ def test_arrays_on_the_cpu_beside_a_gpu(name, eager, default_gpu):
         loss = lambda *x: sum(jnp.sum(y**2) for y in jax.tree.leaves(f(by, *x)))
         return jax.value_and_grad(loss, tuple(range(len(operands))))(*operands)
 
-    text = str(jax.make_jaxpr(functools.partial(gradients, None))(*operands))
-    assert "pallas_call" in text
+    assert "pallas_call" in str(jax.make_jaxpr(functools.partial(gradients, None))(*operands))
     compiled = jax.jit(gradients, static_argnums=0)
     results = (gradients if eager else compiled)(None, *operands)
     expected = jax.tree.leaves(compiled("xla", *operands))
@@ -287,13 +270,6 @@ def test_the_default_is_exported_for_a_cpu(monkeypatch):
 def test_a_named_kernel_is_not_replaced_on_the_cpu(default_gpu):
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
         jax.jit(functools.partial(attend_map, "triton"))(MAP, *FREQS_AND_TABLE)
-
-
-def test_programs_without_a_gpu_do_not_branch_on_the_platform():
-    """The choice is complete before lowering on a machine without a GPU."""
-    assert "platform_index" not in str(
-        jax.make_jaxpr(functools.partial(attend_map, None))(MAP, *FREQS_AND_TABLE)
-    )
 
 
 @pytest.mark.parametrize(("op", "args", "kwargs"), CALLS, ids=lambda x: getattr(x, "__name__", ""))
@@ -381,13 +357,10 @@ def test_kernels_lower_for_a_gpu_with_float64_enabled(kernel, x64):
 
 
 @pytest.mark.parametrize("kernel", ["xla", "triton", "mosaic"])
-def test_no_ranks_are_promoted(kernel):
+@pytest.mark.parametrize("name", ["vit_s", "swin_t_1", "nat_mini_1", "dinat_mini_1"])
+def test_no_ranks_are_promoted(name, kernel):
     """Users may forbid promotion: `jax_numpy_rank_promotion="raise"`."""
-
-    names = ["vit_s", "swin_t_1", "nat_mini_1", "dinat_mini_1"]
     target = abstract_mesh("cpu" if kernel == "xla" else "NVIDIA H200")
+    layer = dataclasses.replace(LAYERS[name], bias=(name, kernel) != ("vit_s", "mosaic"))
     with jax.numpy_rank_promotion("raise"), jax.sharding.use_abstract_mesh(target):
-        for name in names:
-            biased = kernel != "mosaic" or name != "vit_s"
-            layer = dataclasses.replace(LAYERS[name], bias=biased)
-            jax.eval_shape(functools.partial(train, layer, kernel), *layer.shapes(2).values())
+        jax.eval_shape(functools.partial(train, layer, kernel), *layer.shapes(2).values())

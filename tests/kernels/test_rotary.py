@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 
 import hypothesis
 import jax
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes, unpack_and_rotate
-from tests.devices import environment
+from tests.devices import run_on_devices
 from tests.kernels import rotary_cases as cases
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import Case, angles, bits, draw, turn
@@ -135,27 +132,6 @@ def test_any_shape(data, a_kernel):
         exact = turn(x, angles(coords, freqs), case.pairing)
         np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-5)
         assert np.array_equal(bits(y)[..., 2 * case.pairs :], bits(x)[..., 2 * case.pairs :])
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        # batch, tokens, heads, pairs, item size, copies ->
-        # tokens, pairs of an access, threads along a row, items, slots
-        ((128, 196, 12, 8, 2, 2), (128, 8, 1, 2, 2)),
-        ((512, 49, 3, 8, 2, 2), (64, 4, 2, 1, 1)),
-        ((2048, 3136, 12, 16, 2, 2), (64, 8, 2, 32, 4)),
-        ((4, 1, 2, 16, 4, 2), (8, 1, 16, 1, 1)),
-        ((64, 785, 12, 128, 4, 4), (8, 4, 32, 32, 2)),
-        ((64, 197, 4, 120, 2, 2), (16, 1, 8, 2, 2)),
-        ((11, 49, 6, 4, 2, 2), (64, 2, 2, 1, 1)),
-    ],
-)
-def test_streamed_tiles(args, expected):
-    tile = tile_sizes.plan_streamed_tile(*args)
-    assert dataclasses.astuple(tile) == expected
-    *_, pairs, itemsize, copies = args
-    assert tile.slots * copies * tile.tokens * 2 * pairs * itemsize <= tile_sizes.SHARED_BYTES
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -346,9 +322,8 @@ for f in (shard(partial(one, "xla")), shard(partial(one, "triton"), check_vma=Fa
 
 
 @pytest.mark.process
-def test_sharded_over_batch_and_heads():
-    env = os.environ | environment(4) | {"ROPE_JAX_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True, timeout=120)
+def test_sharded_over_batch_and_heads(interpreted):
+    run_on_devices(4, SHARDED)
 
 
 def test_float32_data_with_float64_enabled(x64, kernel):
@@ -379,25 +354,6 @@ REFUSALS = [
 @pytest.mark.usefixtures("interpreted", "unchecked_annotations")
 def test_kernels_say_why_they_refuse(name, op, args, reason):
     assert reason in explain(op, *args)[name]
-
-
-@pytest.mark.parametrize(
-    ("args", "tile", "spread"),
-    [
-        ((1, 49, 8, 32, 2, "half"), (128, 8, 1, 1), 32),  # 2 pairs a thread
-        ((1, 98 * 100, 8, 32, 2, "half"), (128, 8, 1, 1), 64),  # 4 suffice for all multiprocessors
-        ((1, 196 * 100, 8, 32, 2, "half"), (128, 8, 1, 1), 128),
-        ((128, 196 * 12, 8, 32, 2, "half"), (128, 8, 2, 1), 128),
-        ((512, 3136 * 3, 16, 64, 4, "interleaved"), (16, 16, 4, 8), 16),
-        ((2, 64, 1, 8, 2, "half"), (128, 1, 1, 1), 128),  # one pair a thread at most
-        ((2, 64, 128, 256, 2, "half"), (8, 128, 1, 1), 2),
-    ],
-)
-def test_small_launches_spread_over_multiprocessors(args, tile, spread):
-    """Tiles, and their rows in launches that spread over all multiprocessors."""
-    tile = tile_sizes.Tile(*tile)
-    assert tile_sizes.plan_tile(*args) == tile
-    assert tile_sizes.plan_spread_tile(*args) == dataclasses.replace(tile, rows=spread)
 
 
 CHANGED = functools.partial(dataclasses.replace, FITTING)

@@ -1,7 +1,4 @@
-"""The tiles of all patterns: every token is in one tile, every pair is met exactly once."""
-
-import functools
-import math
+"""The tiles of all patterns: every pair is met exactly once."""
 
 import hypothesis
 import jax
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 
 from rope_jax_kernels import Global, Neighborhood, Window
 from rope_jax_kernels.attention.tiles import cut
-from tests.kernels.attention_pairs import pairs, token_coords
+from tests.kernels.attention_pairs import pairs
 from tests.kernels.covering import covering
 
 CASES = [
@@ -42,9 +39,8 @@ def make_tiles(pattern, grid, rows, columns):
     return cut(pattern, places, rows=rows, columns=columns)
 
 
-@functools.cache
-def all_slots(tiles, transposed):
-    """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
+def met_pairs(tiles, transposed):
+    """(query, key, entry) of all pairs that the kernels compute."""
     view = tiles.transpose() if transposed else tiles
 
     @jax.jit
@@ -57,21 +53,15 @@ def all_slots(tiles, transposed):
             seen = q.exists[:, None] & tiles.sees(q, k)
             lines = q.line[:, None], k.line[None, :]
             inside = [(x >= 0) & (x < size) for x, size in zip(lines, by_slot.shape, strict=True)]
-            return tile, block, seen, jnp.where(inside[0] & inside[1], by_slot[lines], np.nan)
+            tokens = jnp.broadcast_arrays(q.token[:, None], k.token)
+            return *tokens, seen, jnp.where(inside[0] & inside[1], by_slot[lines], np.nan)
 
-        over_blocks = jax.vmap(look, (None, 0), (None, 0, 0, 0))
+        over_blocks = jax.vmap(look, (None, 0))
         return jax.vmap(over_blocks, (0, None))(indices, steps)
 
-    return jax.tree.map(np.asarray, look_at_all(np.arange(view.tiles), np.arange(view.blocks)))
-
-
-def met_pairs(tiles, transposed):
-    """(query, key, entry) of all pairs that the kernels compute."""
-    tile, block, seen, entry = all_slots(tiles, transposed)
+    slots = look_at_all(np.arange(view.tiles), np.arange(view.blocks))
+    q, k, seen, entry = map(np.asarray, slots)
     assert np.isfinite(entry).all()  # also of pairs that do not attend
-    tile, block = tile.token[:, None], block.token
-    q, k = (block, tile) if transposed else (tile, block)
-    q, k = np.broadcast_arrays(q[..., :, None], k[..., None, :])
     return zip(q[seen].tolist(), k[seen].tolist(), entry[seen].tolist(), strict=True)
 
 
@@ -93,35 +83,6 @@ def test_any_pattern(data):
     expected = sorted(pairs(pattern, grid))
     for transposed in (False, True):
         assert sorted(met_pairs(make_tiles(pattern, grid, rows, columns), transposed)) == expected
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_token_is_in_one_tile_with_its_coordinates(case):
-    (pattern, grid), tokens = case[:2], math.prod(case[1])
-    slots, *_ = all_slots(make_tiles(*case), False)
-    assert sorted(slots.token[slots.exists]) == list(range(tokens))
-    assert (slots.token[~slots.exists] >= tokens).all()
-    coords = np.full(tokens, -1)
-    coords[slots.token[slots.exists]] = slots.coord[slots.exists]
-    np.testing.assert_array_equal(coords, token_coords(pattern, grid))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_by_slot_fold_to_entries(case):
-    tiles = make_tiles(*case)
-    distinct = tiles.tiles // tiles.repeats
-    by_slot = np.zeros((1, distinct * tiles.rows, tiles.blocks * tiles.columns))
-    expected = np.zeros((1, tiles.entries))
-    rng = np.random.default_rng(0)
-    _, _, seen, entry = all_slots(tiles, False)
-    for index, step in np.ndindex(seen.shape[:2]):
-        attends = seen[index, step]
-        gradient = np.where(attends, rng.standard_normal(attends.shape), 0)
-        np.add.at(expected[0], entry[index, step][attends].astype(int), gradient[attends])
-        row, column = index % distinct * tiles.rows, step * tiles.columns
-        by_slot[0, row : row + tiles.rows, column : column + tiles.columns] += gradient
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(jax.jit(tiles.fold)(by_slot), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("pattern", [Window((32, 32)), Neighborhood((13, 13))])

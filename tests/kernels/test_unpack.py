@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, rotate
 from rope_jax_kernels.rotary import tile_sizes, unpack, unpack_and_rotate
@@ -17,12 +15,9 @@ from tests.kernels.rotary_cases import (
     AS_USERS,
     CASES,
     Case,
-    angles,
-    any_case,
     assert_as_exact_as,
     bits,
     exact_gradients,
-    turn,
 )
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -137,24 +132,6 @@ def test_nan_stays_where_it_is():
     out = f(np.where(poison, np.nan, qkv).astype(qkv.dtype), coords, freqs)
     assert np.array_equal(np.isnan(out), poison)
     assert np.array_equal(np.where(poison, 0, out), np.where(poison, 0, f(qkv, coords, freqs)))
-
-
-@hypothesis.settings(
-    max_examples=5,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-@hypothesis.given(data=st.data())
-def test_any_shape(data):
-    case = data.draw(any_case(layout="BLND"))
-    qkv, *terms = draw_operands(case)
-    out = jax.jit(lambda *args: call_unpack(case, *args, implementation="triton"))(qkv, *terms)
-    for i, x in enumerate(out[:2]):
-        exact = turn(qkv[:, :, i], angles(*terms), case.pairing)
-        np.testing.assert_allclose(x, exact, rtol=1e-5, atol=2e-5)
-    assert np.array_equal(out[2], qkv[:, :, 2])
 
 
 def test_without_a_rotation_it_only_splits():

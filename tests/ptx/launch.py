@@ -24,42 +24,37 @@ MAPS = 1 << 32  # address of the tensor maps
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorMap:
-    """A tensor in global memory as the copy engine sees it, its innermost dimension first.
+class Tensor:
+    """An operand as the copy engine sees it: its tensor map, outermost dimension first.
 
     Attributes:
-        base: address.
-        sizes, strides: of each dimension; strides in bytes.
+        operand: which it is.
+        sizes, strides: of each dimension; strides in elements.
         box: sizes of the part that is copied.
         swizzle: bytes of a row whose units are exchanged in shared memory; 16 for none.
+        base: address.
         itemsize: bytes of an element.
     """
 
-    base: int
+    operand: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
-    itemsize: int
+    base: int = 0
+    itemsize: int = 0
 
     def elements(self, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses of a box's elements in shared memory's order, and which are inside."""
-        grid = np.indices(self.box[::-1])[::-1]
-        place = [x.ravel() + start for x, start in zip(grid, starts, strict=True)]
+        """Addresses of a box's elements in shared memory's order, and which are inside.
+
+        Args:
+            starts: of the box, innermost dimension first.
+        """
+        grid = np.indices(self.box)
+        place = [x.ravel() + start for x, start in zip(grid, starts[::-1], strict=True)]
         inside = [(x >= 0) & (x < size) for x, size in zip(place, self.sizes, strict=True)]
-        address = self.base + sum(x * y for x, y in zip(place, self.strides, strict=True))
-        return address, np.logical_and.reduce(inside)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """The tensor map of an operand, before its address is known; outermost dimension first."""
-
-    operand: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    box: tuple[int, ...]
-    swizzle: int
+        offset = sum(x * y for x, y in zip(place, self.strides, strict=True))
+        return self.base + self.itemsize * offset, np.logical_and.reduce(inside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +177,9 @@ def bind(program, launch, memory, operands):
     if next(pointers, None) is not None:
         raise ValueError(f"{program.kernel.name} has fewer parameters than operands")
     for i, x in enumerate(launch.tensors):
-        itemsize = memory.arrays[operands[x.operand]][1].dtype.itemsize
-        tensors[MAPS + 128 * i] = TensorMap(
+        base, (_, array, _) = (
             memory.address(operands[x.operand]),
-            x.sizes[::-1],
-            tuple(itemsize * y for y in x.strides[::-1]),
-            x.box[::-1],
-            x.swizzle,
-            itemsize,
+            memory.arrays[operands[x.operand]],
         )
+        tensors[MAPS + 128 * i] = dataclasses.replace(x, base=base, itemsize=array.dtype.itemsize)
     return params, tensors

@@ -46,7 +46,6 @@ class Kernel:
 
     Attributes:
         params: names and bytes of its parameters.
-        threads: of a block, from `.maxntid` or `.reqntid`, or None.
         symbols: variables in shared memory -> address.
         static_shared: bytes of those of a known size.
         widths: registers -> bits.
@@ -64,11 +63,6 @@ class Kernel:
         self.params = [
             (name, int(n or int(bits) // 8)) for bits, name, n in _PARAMETER.findall(head)
         ]
-        size = re.search(r"\.(?:maxntid|reqntid)\s+([\d, ]+)", head)
-        self.threads = None
-        if size:
-            x, y, z = (*map(int, size[1].split(",")), 1, 1)[:3]
-            self.threads = x * y * z
         self._place_shared(text)
         self.widths, self.code, self.labels = {}, [], {}
         self._read_body(text, body)
