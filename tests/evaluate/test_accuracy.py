@@ -1,18 +1,14 @@
 """The rows of a run: their windows, crops and protocols."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from rope_jax import evaluate
-from rope_jax.config import ConfigError
 from rope_jax.tasks import seeds
-from rope_jax.training.setup import initial_state, load_split, prepare
+from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Signals
 from tests.models.small import fill
-from tests.training.recipe import tiny
+from tests.training.recipe import accuracy, assert_refused, tiny
 
 SWIN = {
     "model__name": "swin_t",
@@ -48,20 +44,16 @@ def test_windows_of_a_run_scale_with_the_image(count, changes):
     rows = evaluate.evaluate_state(setup, state, signals=Signals())
     assert [row["resolution"] for row in rows] == [[32, 32]] * count + [[64, 64]] * count
     assert all("; windows of 1/32 of the image; " in row["protocol"] for row in rows)
-    planned = evaluate.planned_rows(setup)
-    assert evaluate.same_rows({"eval": rows}, planned)
-    images = load_split(setup.config, "test", (64, 64))
-    x = jnp.asarray((images.images / np.float32(255) - 0.5) / 0.5, jnp.float32)
-    measured = {"scaled": [], "kept": []} if count > 1 else {"scaled": []}
-    for params in seeds.split(state["params"], setup.config.seeds):
-        alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, setup.config.seeds))
+    assert evaluate.same_rows({"eval": rows}, evaluate.planned_rows(setup))
+    scaled, kept = [], []
+    for params in seeds.split(state["params"], count):
+        alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, count))
         large = evaluate.at_resolution(alone, (64, 64), scale_windows=True)
-        for windows, accuracies in measured.items():
-            run = large if windows == "scaled" else alone
-            logits = jax.jit(lambda x, run=run: run(x))(x)
-            accuracies.append(float((np.asarray(logits).argmax(-1) == images.labels).mean()))
-    assert [row["top1"] for row in rows[count:]] == pytest.approx(measured["scaled"], abs=1e-9)
-    assert measured["scaled"] != measured.get("kept")
+        scaled.append(accuracy(large, setup.config, (64, 64)))
+        if count > 1:
+            kept.append(accuracy(alone, setup.config, (64, 64)))
+    assert [row["top1"] for row in rows[count:]] == pytest.approx(scaled, abs=1e-9)
+    assert scaled != kept
 
 
 @pytest.mark.parametrize(
@@ -82,12 +74,10 @@ def test_windows_of_a_run_scale_with_the_image(count, changes):
     ],
 )
 def test_impossible_evaluations_are_refused_before_training(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        prepare(tiny(**SWIN | changes))
+    assert_refused(message, **SWIN | changes)
 
 
 def test_rows_name_unscaled_windows():
     setup, _ = prepare(tiny(**SWIN | {"eval__scale_windows": False}))
-    protocols = {row["protocol"] for row in evaluate.planned_rows(setup)}
-    assert len(protocols) == 1
-    assert "windows of 3 x 3 tokens, maps padded to whole windows" in protocols.pop()
+    (protocol,) = {row["protocol"] for row in evaluate.planned_rows(setup)}
+    assert "windows of 3 x 3 tokens, maps padded to whole windows" in protocol

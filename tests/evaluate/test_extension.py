@@ -33,19 +33,13 @@ def images(size):
 
 def test_evaluation_and_scheme_options_agree_under_jit():
     model, scheme = vit("rope_mixed"), vit("rope_mixed(extend=yarn,beta=2)")
-    for size in SIZES:
+    for size in SIZES[:2]:
         copy = evaluate.at_resolution(model, size, extend="yarn(beta=2)")
-        run_twice = jax.jit(lambda x, copy=copy: (model(x), copy(x)))
-        plain, extended = run_twice(images(size))
-        grid = copy.position.stage.grid
-        rotations = [
-            rotated_model.position.terms(grid).layer(0).rotation for rotated_model in (copy, scheme)
-        ]
-        assert jnp.array_equal(*(rotation.freqs for rotation in rotations))
-        if size == (8, 8):
-            assert jnp.array_equal(plain, extended)
-        elif size == (12, 16):
-            assert not jnp.allclose(plain, extended, atol=1e-3)
+        run_all = jax.jit(lambda x, copy=copy: (model(x), copy(x), scheme(x)))
+        plain, extended, other = run_all(images(size))
+        assert jnp.array_equal(extended, other)
+        difference = np.abs(plain - extended).max()
+        assert difference == 0 if size == (8, 8) else difference > 1e-3
     assert model.position.extension.extend == "none"  # the model itself stays
     assert evaluate.at_resolution(scheme, size, extend="none").position.extension.extend == "none"
 

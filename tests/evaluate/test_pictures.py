@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 
 from rope_jax.data import decode_image
-from rope_jax.data.sources import scenes
-from rope_jax.evaluate.accuracy import draw_predictions, state_evaluator
+from rope_jax.evaluate.accuracy import state_evaluator
 from rope_jax.tasks.pictures import Segmented, draw_pictures
 from rope_jax.tasks.sheets import class_colours
-from rope_jax.training.setup import initial_state, prepare
-from tests.training.recipe import tiny
+from tests.training.recipe import start
 
 
 @pytest.mark.parametrize(("names", "number"), [(["ground", "one", "two"], 3), (None, 150)])
@@ -32,18 +30,9 @@ def test_pictures_have_a_row_for_each_image(tmp_path, names, number):
     assert (sheet[-22 + 4, [17, 167, 317]] == colours[:3]).all()
 
 
-def test_weights_are_arguments_of_programs(tmp_path, monkeypatch):
+def test_weights_are_arguments_of_programs():
     """Constants would be copied into the program: gigabytes for a large model."""
-    monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 2})
-    changes = {"data__source": "scenes", "data__image_size": 16, "data__augment": "none"}
-    changes |= {"model__head": "linear", "eval__resolutions": (), "batch_size": 8}
-    setup, model = prepare(tiny(**changes))
-    state = initial_state(setup, model)
-    evaluator = state_evaluator(setup, state)
-    traced = jax.jit(evaluator.apply).trace(evaluator.weights, np.zeros((2, 16, 16, 3), np.float32))
-    sizes = [np.size(x) for x in traced.jaxpr.consts]
-    assert max(sizes, default=0) < 16 * 16 * 3
-    (first, _) = setup.task.predict(evaluator, setup.held_out, 2)
-    assert first.predicted.shape == (16, 16)
-    draw_predictions(setup, state, tmp_path / "p.png")
-    assert decode_image((tmp_path / "p.png").read_bytes()).shape[1] == 816
+    evaluator = state_evaluator(*start()[:2])
+    images = np.zeros((2, 8, 8, 3), np.float32)
+    traced = jax.jit(evaluator.apply).trace(evaluator.weights, images)
+    assert max((np.size(x) for x in traced.jaxpr.consts), default=0) < 8 * 8 * 3

@@ -25,19 +25,19 @@ from tests.refusals import expect_refusal
 from tests.small_run import save_run
 from tests.tasks.iou import assert_scores
 
-ZEROS = np.zeros(3, np.float32)
+ZEROS = np.zeros(4, np.float32)
 
 
 def by_colour(weights, images):
-    """Scores of three classes from the red of single pixels: windows must not show."""
+    """Scores of four classes, one of them nowhere, from the red of single pixels."""
     red = images[..., :1]
-    return -jnp.square(red - jnp.array([0.0, 0.4, 0.8])) * 50 + weights
+    return -jnp.square(red - jnp.array([0.0, 0.4, 0.8, 9.0])) * 50 + weights
 
 
 class Patches(nnx.Module):
-    """The interface of a model of three classes and patches of 4 pixels."""
+    """The interface of a model of four classes and patches of 4 pixels."""
 
-    num_classes, class_names, head = 3, None, types.SimpleNamespace(probabilities=jax.nn.softmax)
+    num_classes, class_names, head = 4, None, types.SimpleNamespace(probabilities=jax.nn.softmax)
 
     def grids(self, size):
         if size[0] % 4 or size[1] % 4:
@@ -64,7 +64,7 @@ def write_masks(path, sizes):
     """Images of three classes of grey, to be resized to a short side of 24 pixels."""
     folder = path / "set" / "test"
     folder.mkdir(parents=True)
-    (path / "set" / "classes.txt").write_text("low\nmiddle\nhigh\n")
+    (path / "set" / "classes.txt").write_text("low\nmiddle\nhigh\nnone\n")
     rng = np.random.default_rng(0)
     for name, size in sizes.items():
         quarters = np.ones([-(-side // 2) for side in size])
@@ -83,7 +83,8 @@ def test_scores_are_computed_at_the_size_of_labels(masks, views):
     stored = [masks.original(number) for number in range(4)]
     red = np.concatenate([image[..., 0].ravel() for image, _ in stored]) / 255
     true = np.concatenate([labels.ravel() for _, labels in stored])
-    assert_scores(row, abs(red[:, None] - [0, 0.4, 0.8]).argmin(-1), true, 3)
+    assert_scores(row, abs(red[:, None] - [0, 0.4, 0.8]).argmin(-1), true, 4)
+    assert row["iou"][3] is None  # the class is in no image
     assert row["count"] == 4
     assert str(views) in row["protocol"]
     assert "short side of 24 pixels, at most 96 long" in row["protocol"]
@@ -109,7 +110,7 @@ def test_few_programs_serve_all_images(tmp_path, views, shapes):
     sizes = [(24, 40), (40, 24), (24, 24), (24, 33), (30, 47), (47, 30)]
     images = write_masks(tmp_path, dict(zip("abcdef", sizes, strict=True)))
     small = {"patch_size": 4, "depth": 1, "width": 16, "heads": 2, "image_size": 16}
-    model = rope_jax.create_model("vit_digits", head="linear", num_classes=3, **small)
+    model = rope_jax.create_model("vit_digits", head="linear", num_classes=4, **small)
     graph, state = nnx.split(model)
     traced = []
 
@@ -200,6 +201,6 @@ def test_incompatible_flags_are_refused(run, flags, message, monkeypatch, capsys
 
 def test_images_of_other_classes_are_refused(masks):
     model = nnx.Module()
-    model.num_classes, model.class_names = 3, ("low", "high", "middle")
+    model.num_classes, model.class_names = 4, ("low", "high", "middle", "none")
     with pytest.raises(ConfigError, match="other classes than set: label 1"):
         check_classes(model, masks)

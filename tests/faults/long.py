@@ -138,55 +138,48 @@ def check_killed(run: Run, workdir: pathlib.Path) -> int:
     return repeated
 
 
+def flip_bit(content: bytes, place: int) -> bytes:
+    """The content with another value of this bit."""
+    return (int.from_bytes(content) ^ 1 << place).to_bytes(len(content))
+
+
 def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
     """Flips a bit of a file, truncates, zeroes or deletes it; False if that changes nothing."""
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     if kind == "delete":
         path.unlink()
-        return True
-    if not any(content):
-        return False
-    if kind == "flip":
+    elif any(content):
         place = int(rng.integers(8 * len(content)))
-        content[place // 8] ^= 1 << place % 8
-    elif kind == "truncate":
-        content = content[: int(rng.integers(len(content)))]
-    else:
-        content = bytes(len(content))
-    path.write_bytes(content)
-    return True
+        damaged = {"flip": flip_bit(content, place), "truncate": content[: place // 8]}
+        path.write_bytes(damaged.get(kind, bytes(len(content))))
+    return kind == "delete" or any(content)
 
 
 def corruptions(
     count: int, workdir: pathlib.Path, rng: np.random.Generator, folder: pathlib.Path
 ) -> dict[str, Any]:
     """Damages one file of the newest checkpoint `count` times; the step before must be restored."""
-    source, config = workdir / "checkpoints", workdir / "config.json"
-    *_, older, newest = sorted((path.name for path in source.iterdir()), key=int)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        copy = pathlib.Path(name)
-        shutil.copytree(source / older, copy / "checkpoints" / older)
-        expected = tree_hash(restore_newest(copy, config, strict=True))
+    source, config, copy = workdir / "checkpoints", workdir / "config.json", folder / "damaged"
+    *_, older, newest = sorted(os.listdir(source), key=int)
+    shutil.copytree(source / older, copy / "checkpoints" / older)
+    expected = tree_hash(restore_newest(copy, config, strict=True))
     paths = (path for path in (source / newest).rglob("*") if path.is_file())
     files = sorted(str(path.relative_to(source / newest)) for path in paths)
     done: collections.Counter = collections.Counter()
     while done.total() < count:
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            copy = pathlib.Path(temporary)
-            target = shutil.copytree(source, copy / "checkpoints")
-            name, kind = str(rng.choice(files)), str(rng.choice(DAMAGES))
-            if not damage(target / newest / name, kind, rng):
-                continue
-            with (
-                contextlib.redirect_stdout(io.StringIO()),
-                contextlib.redirect_stderr(io.StringIO()),
-            ):
-                state = restore_newest(copy, config, mode="train")
-            fault = f"{kind} of {name}"
-            expect(int(state["step"]) == int(older), f"{fault} was not detected")
-            expect(tree_hash(state) == expected, f"after {fault} another state was restored")
-            expect((target / f"{newest}.corrupt").is_dir(), f"after {fault} the step is gone")
-            done[kind] += 1
+        shutil.rmtree(copy)
+        target = shutil.copytree(source, copy / "checkpoints")
+        name, kind = str(rng.choice(files)), str(rng.choice(DAMAGES))
+        if not damage(target / newest / name, kind, rng):
+            continue
+        quiet = io.StringIO()
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            state = restore_newest(copy, config, mode="train")
+        fault = f"{kind} of {name}"
+        expect(int(state["step"]) == int(older), f"{fault} was not detected")
+        expect(tree_hash(state) == expected, f"after {fault} another state was restored")
+        expect((target / f"{newest}.corrupt").is_dir(), f"after {fault} the step is gone")
+        done[kind] += 1
     return {"corruptions": count, "by_kind": dict(done), "files": len(files), "fell_back": count}
 
 

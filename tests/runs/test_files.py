@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from unittest import mock
 
 import pytest
 
@@ -29,6 +30,8 @@ NO_FILES = {
     "loop of links": lambda path: path.symlink_to(path.name),
 }
 
+read_ten = lambda path: read_regular(path, at_most=10)
+
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "loop of links"])
 def test_pipes_devices_and_links_are_replaced(tmp_path, kind):
@@ -47,11 +50,7 @@ def test_runs_are_not_evaluated_while_they_train(tmp_path):
 
 def make_failing(code):
     """Makes a call that the system refuses."""
-
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
-
-    return fail
+    return mock.Mock(side_effect=OSError(code, os.strerror(code)))
 
 
 def test_file_systems_without_locks_are_named(tmp_path, monkeypatch):
@@ -61,27 +60,30 @@ def test_file_systems_without_locks_are_named(tmp_path, monkeypatch):
         rope_jax.runs.run.train(tiny(), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_only_regular_files_are_read(tmp_path, kind):
-    """A pipe would wait for its writer, and a device has no end."""
-    NO_FILES[kind](tmp_path / "file")
-    for read in (lambda path: read_regular(path, at_most=10), read_json):
-        with pytest.raises(ValueError, match="file is not a regular file"):
-            read(tmp_path / "file")
+def make_hole(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a terabyte on no disk
 
 
-def test_files_are_read_up_to_a_size(tmp_path):
-    with (tmp_path / "file").open("wb") as file:
-        file.truncate(1 << 40)  # a hole: a terabyte on no disk
-    with pytest.raises(ValueError, match=r"file has 1,099,511,627,776 bytes; allowed are 10"):
-        read_regular(tmp_path / "file", at_most=10)
+DAMAGED = [b"", b"{", b"\xff", b"[" * 100_000, b'{"step": 1']
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"step": 1'])
-def test_damaged_json_has_one_kind_of_error(tmp_path, content):
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match="file is not JSON"):
-        read_json(tmp_path / "file")
+@pytest.mark.parametrize(
+    ("make", "read", "message"),
+    [
+        *(  # a pipe would wait for its writer, and a device has no end
+            (NO_FILES[kind], read, "is not a regular file")
+            for kind in ("folder", "pipe", "device")
+            for read in (read_ten, read_json)
+        ),
+        (make_hole, read_ten, "has 1,099,511,627,776 bytes; allowed are 10"),
+        *((lambda path, x=x: path.write_bytes(x), read_json, "is not JSON") for x in DAMAGED),
+    ],
+)
+def test_unusable_files_are_named(tmp_path, make, read, message):
+    make(tmp_path / "file")
+    with pytest.raises(ValueError, match=f"file {message}"):
+        read(tmp_path / "file")
 
 
 def test_files_set_aside_replace_nothing(tmp_path):
@@ -95,14 +97,12 @@ def test_files_set_aside_replace_nothing(tmp_path):
 def test_locks_are_lost_with_their_workdir(tmp_path, monkeypatch):
     workdir = tmp_path / "run"
     with lock(workdir) as first:
-        assert first()
         with monkeypatch.context() as patch:
             patch.setattr(files.os.path, "samestat", make_failing(errno.EIO))
             assert first()  # it cannot be determined now
         workdir.rename(tmp_path / "elsewhere")
         assert not first()
         with lock(workdir) as second:
-            assert second()
-            assert not first()
+            assert (first(), second()) == (False, True)
             shutil.rmtree(workdir)
             assert not second()

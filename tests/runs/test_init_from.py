@@ -9,7 +9,6 @@ import pytest
 import rope_jax
 from rope_jax.config import ConfigError
 from rope_jax.system.npz import open_npz
-from rope_jax.weights.create import create_model
 from tests.training.recipe import logits, run, start_from
 
 APE = {"model__position": "ape"}
@@ -24,20 +23,13 @@ def trained(tmp_path_factory):
 
 def test_runs_start_from_a_run_of_equal_resolution(trained):
     images = np.random.default_rng(0).normal(size=(1, 8, 8, 3)).astype(np.float32)
-    model, loaded = start_from(trained, **APE), rope_jax.load_checkpoint(str(trained))[0]
-    assert np.array_equal(logits(model, images), logits(loaded, images))
+    loaded = rope_jax.load_checkpoint(str(trained))[0]
     named = rope_jax.create_model(str(trained))  # the workdir of a run describes its model
-    assert np.array_equal(logits(named, images), logits(loaded, images))
     assert (named.notation, named.preprocessing) == ("ape", loaded.preprocessing)
     options = loaded.options.__dict__ | {"position": "ape", "image_size": 8, "num_classes": 10}
     filled = rope_jax.create_model("vit_digits", pretrained=trained, **options)
-    assert np.array_equal(logits(filled, images), logits(loaded, images))
-
-
-def test_only_the_public_create_model_opens_workdirs(trained):
-    for arguments in ({"name": trained}, {"name": "vit_digits", "pretrained": trained}):
-        with pytest.raises(FileNotFoundError, match=r"rope_jax\.load_checkpoint open the WORKDIR"):
-            create_model(**arguments)
+    for model in (start_from(trained, **APE), named, filled):
+        assert np.array_equal(logits(model, images), logits(loaded, images))
 
 
 def test_position_tables_are_resized_to_another_resolution(trained):
@@ -93,13 +85,18 @@ def test_headers_with_wrong_sizes_cost_no_memory(tmp_path, count):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000
 
 
-def test_weights_of_another_model_are_refused_with_all_names(trained):
-    message = r"position.mixed is missing: .*\s+position.embedding of shape .* is not expected"
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # All names are listed.
+        ({}, r"position.mixed is missing: .*\s+position.embedding of shape .* is not expected"),
+        # The patches of this model do not divide the image size of the other.
+        (
+            APE | {"model__name": "deit3_ti16", "data__image_size": 32},
+            r"patch_embed.proj.kernel has shape \[2, 2, 3, 16\],",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused(trained, changes, message):
     with pytest.raises(ConfigError, match=message):
-        start_from(trained)
-
-
-def test_weights_of_other_patch_sizes_are_refused_by_shape(trained):
-    """The patches of this model do not divide the image size of the other."""
-    with pytest.raises(ConfigError, match=r"patch_embed.proj.kernel has shape \[2, 2, 3, 16\],"):
-        start_from(trained, model__name="deit3_ti16", data__image_size=32, **APE)
+        start_from(trained, **changes)

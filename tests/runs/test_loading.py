@@ -96,6 +96,7 @@ def test_checkpoints_of_other_schemas_are_named(tmp_path, kind):
         (["--model=vit_digits", "--source=timm"], "--source=timm needs --weights"),
         (["--model=vit_digits", "--image_size=9y"], r"image size '9y' must be .*\[--model\]"),
         (["--model=vit_digits", "--weights=none.npz"], r"none\.npz.*\[--weights\]"),
+        (["--model=vit_digits", "--weights=/"], r"load_checkpoint open the WORKDIR.*\[--weights\]"),
         (["--model=vit"], r"unknown model 'vit'.*\[--model\]"),
     ],
 )

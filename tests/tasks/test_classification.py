@@ -1,16 +1,19 @@
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from PIL import Image
+from jax.nn import log_sigmoid
 
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files
-from rope_jax.tasks.classification import Classification, count_correct
+from rope_jax.tasks.classification import (
+    Classification,
+    binary_loss,
+    count_correct,
+    soft_targets,
+)
 
 
 @pytest.mark.parametrize("before_erasing", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -60,16 +63,10 @@ def test_the_accuracy_uses_the_unmixed_labels():
 
 def test_training_images_have_one_label(tmp_path):
     """Several labels are for evaluation."""
-    for name in "ab":
-        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
-    names, classes = ["a.png", "b.png"], ["cat", "dog"]
-    for labels, refusal in (
-        ([0, 1], contextlib.nullcontext()),
-        ([[0, 1], [1, -1]], pytest.raises(ConfigError, match="up to 2 labels for each training")),
-    ):
-        source = Files(tmp_path, names, np.array(labels), classes, name="mine", split="train")
-        with refusal:
-            Classification().check(resolve({}), source.stream((8, 8)))
+    labels, about = np.array([[0, 1], [1, -1]]), {"name": "mine", "split": "train"}
+    source = Files(tmp_path, ["a.png", "b.png"], labels, ["cat", "dog"], **about)
+    with pytest.raises(ConfigError, match="up to 2 labels for each training"):
+        Classification().check(resolve({}), source.stream((8, 8)))
 
 
 def test_padding_is_not_counted_and_any_label_is_right():
@@ -80,3 +77,15 @@ def test_padding_is_not_counted_and_any_label_is_right():
     assert counts.tolist() == [1, 2, 3]
     several = jnp.array([[3, 0], [5, 4], [5, -1], [0, -1]])
     assert count_correct(logits, several, mask).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("weight", "first_present"), [(0.9, [1, 1, 0]), (1.0, [1, 0, 0]), (0.0, [0, 1, 0])]
+)
+def test_the_binary_loss_uses_every_present_class(weight, first_present):
+    logits = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 3.0]])
+    targets = soft_targets(jnp.array([0, 2]), jnp.array([1, 2]), weight, 3, 0.0)
+    present = np.asarray([first_present, [0, 0, 1]])
+    likelihoods = present * log_sigmoid(logits) + (1 - present) * log_sigmoid(-logits)
+    expected = -float(likelihoods.mean())  # over classes and examples
+    assert float(binary_loss(logits, targets)) == pytest.approx(expected, rel=1e-6)

@@ -78,8 +78,7 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
 )
 def test_unsuitable_settings_are_refused(images, changes, message, monkeypatch):
     task.check(resolve({"model": {"head": "dino"}, "accumulate": 2}), BOXES)
-    settings = changes | {"model": {"head": "dino"} | changes.get("model", {})}
-    config = resolve(settings)
+    config = resolve(changes | {"model": {"head": "dino"} | changes.get("model", {})})
     with pytest.raises(ConfigError, match=message):
         task_for(config.model.head).check(config, images)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

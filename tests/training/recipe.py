@@ -5,9 +5,10 @@ import dataclasses
 import pathlib
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,12 +18,15 @@ from rope_jax import config as cfg
 from rope_jax import data
 from rope_jax.evaluate import read_results
 from rope_jax.runs import restore
+from rope_jax.system.sharding import put_batch
 from rope_jax.training.folder import Run
 from rope_jax.training.metrics import read_metrics
 from rope_jax.training.report import Reporter
-from rope_jax.training.setup import create, prepare
+from rope_jax.training.setup import Setup, create, initial_state, prepare, training_batches
 from rope_jax.training.signals import Interrupted
+from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
+from tests.faults.attacks import durable
 
 TINY = "depth=1,width=16,heads=1"
 CEIT = {  # a model with batch statistics
@@ -40,12 +44,9 @@ def tiny(**changes) -> cfg.Config:
     raw = cfg.default()
     raw.update({"epochs": 2.0, "batch_size": 120, "log_every": 1, "checkpoint_every": 8})
     raw.optim.update({"learning_rate": 5e-3, "warmup_epochs": 0.5})
-    raw.model.options = TINY
-    raw.model.position = "rope_mixed"
-    raw.data.augment = "crop(pad=1)"
-    raw.eval.resolutions = ((4, 6),)
-    raw.eval.batch_size = 64
-    raw.data.workers = 0
+    raw.model.update({"options": TINY, "position": "rope_mixed"})
+    raw.data.update({"augment": "crop(pad=1)", "workers": 0})
+    raw.eval.update({"resolutions": ((4, 6),), "batch_size": 64})
     for name, value in changes.items():
         section, _, field = name.rpartition("__")
         with (raw[section] if section else raw).ignore_type():
@@ -60,11 +61,32 @@ def run(workdir: pathlib.Path, **changes) -> cfg.Config:
     return config
 
 
+def start(**changes) -> tuple[Setup, dict, Callable]:
+    """The tiny recipe, its first state and its step."""
+    setup, model = prepare(tiny(**changes))
+    return setup, initial_state(setup, model), make_step(setup)
+
+
+def advance(setup: Setup, state: dict, step: Callable, first: int, last: int) -> tuple[dict, dict]:
+    """The state after steps first to last (the argument is kept), and the metrics of the last."""
+    state = jax.tree.map(jnp.copy, state)
+    batches, resident = training_batches(setup, first)
+    for _ in range(first, last):
+        state, metrics = step(state, put_batch(next(batches), setup.mesh) | resident)
+    return state, {name: np.asarray(value)[()] for name, value in metrics.items()}
+
+
 def final_state(workdir: pathlib.Path, **changes) -> dict:
     """The newest state in a workdir."""
     setup, model = prepare(tiny(**changes))
     with Run.open(workdir, "evaluate") as workdir_run:
         return workdir_run.resume(setup, model)
+
+
+def assert_refused(message: str, **changes) -> None:
+    """Expects the tiny recipe with these changes to be refused before training."""
+    with pytest.raises(cfg.ConfigError, match=message):
+        prepare(tiny(**changes))
 
 
 def replace_settings(config: cfg.Config, section: str, **changes) -> cfg.Config:
@@ -115,7 +137,7 @@ def run_in_parts(workdir: pathlib.Path, *steps: int, **changes) -> None:
             interrupt_at(patch, step)
             with pytest.raises(Interrupted, match="SIGINT"):
                 run(workdir, **changes)
-        assert int(final_state(workdir, **changes)["step"]) == step
+        assert durable(workdir) == step
     run(workdir, **changes)
 
 

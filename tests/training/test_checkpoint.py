@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from rope_jax.training import checkpoint, integrity
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.integrity import Damaged
 from rope_jax.training.trees import tree_hash
-from tests.faults.long import DAMAGES, damage
+from tests.faults.long import DAMAGES, damage, flip_bit
 from tests.training.recipe import largest_file
 
 ONES = np.ones((2, 3), np.float32)
@@ -45,21 +46,14 @@ def load(checkpoints, step):
     return checkpoints.load(step, shapes(state()))
 
 
-def save(checkpoints, step, tree, metadata=None):
+def save(checkpoints, step, tree):
     """Saves a state and waits until that has succeeded or failed."""
-    checkpoints.save(step, tree, about=metadata or {"seed": 1})
+    checkpoints.save(step, tree, about={"seed": 1})
     checkpoints.wait()
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def make_failing(error):
-    def fail(*args, **kwargs):
-        raise error
-
-    return fail
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +77,19 @@ def test_a_saved_state_is_restored_completely_or_in_part(tmp_path, name):
     """Orbax matches its files by patterns, and tensorstore resolves `..` in its own way."""
     (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep")
-    folder = tmp_path / name / "checkpoints"
+    folder, reported = tmp_path / name / "checkpoints", []
     with Checkpoints(folder) as checkpoints:
+        checkpoints.on_saved = lambda step, size, seconds: reported.append(
+            (step, size, names(folder), checkpoints.problem(step))
+        )
         checkpoints.save(3, state(2.5), about={"seed": 1})
+    assert reported == [(3, sum(x.nbytes for x in jax.tree.leaves(state())), ["3"], None)]
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.newest_verified() == 3
         assert checkpoints.about(3) == {"seed": 1}
         assert tree_hash(load(checkpoints, 3)) == tree_hash(state(2.5))
         part = checkpoints.load(3, {"params": shapes(state())["params"]})
-        assert set(part) == {"params"}
-        assert list(part["params"]["blocks"]) == [0, 1]
-    assert names(folder) == ["3"]
+        assert tree_hash(part) == tree_hash({"params": state(2.5)["params"]})
 
 
 def test_newest_steps_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
@@ -141,16 +137,6 @@ def test_the_hash_depends_on_bits_names_and_dtypes():
     ]
     assert len({tree_hash(tree) for tree in trees}) == len(trees)
     assert tree_hash({"a": a}) == tree_hash({"a": jnp.asarray(a)})
-
-
-def test_reported_saves_exist_and_verify(tmp_path):
-    reported = []
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.on_saved = lambda step, size, seconds: reported.append(
-            (step, size, names(tmp_path), checkpoints.problem(step))
-        )
-        checkpoints.save(7, state(), about={"seed": 1})
-    assert reported == [(7, sum(x.nbytes for x in jax.tree.leaves(state())), ["7"], None)]
 
 
 def test_arrays_may_be_donated_during_a_save(tmp_path, monkeypatch):
@@ -241,10 +227,8 @@ def test_every_bit_of_the_manifest_is_checked(copied_steps):
     good = path.read_bytes()
     with Checkpoints(copied_steps) as checkpoints:
         for place in np.random.default_rng(0).choice(8 * len(good), 100, replace=False):
-            bad = bytearray(good)
-            bad[place // 8] ^= 1 << place % 8
-            path.write_bytes(bad)
-            assert checkpoints.problem(2) is not None, (place, bytes(bad))
+            path.write_bytes(flip_bit(good, int(place)))
+            assert checkpoints.problem(2) is not None, path.read_bytes()
         path.write_bytes(good)
         assert checkpoints.problem(2) is None
 
@@ -321,7 +305,7 @@ def test_saves_that_read_back_differently_fail(tmp_path, monkeypatch, fault):
 
 def test_a_failed_save_is_tried_again_and_hides_no_error(tmp_path, monkeypatch):
     """That only the last one ends a run is tested with a run."""
-    fail = make_failing(OSError(errno.EIO, "Input/output error"))
+    fail = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with Checkpoints(tmp_path) as checkpoints, monkeypatch.context() as patch:
         patch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
         checkpoints.save(2, state(), about={})
@@ -377,9 +361,11 @@ def test_only_remains_of_a_crash_are_removed(copied_steps, make):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_read_errors_do_not_condemn_a_checkpoint(copied_steps, monkeypatch, code):
-    monkeypatch.setattr(integrity, "file_sha256", make_failing(OSError(code, os.strerror(code))))
-    failed = pytest.raises(OSError, match=f"cannot be read .*{os.strerror(code)}.* was not renam")
-    with Checkpoints(copied_steps) as checkpoints, failed:
+    monkeypatch.setattr(
+        integrity, "file_sha256", mock.Mock(side_effect=OSError(code, os.strerror(code)))
+    )
+    message = f"cannot be read .*{os.strerror(code)}.* was not renam"
+    with Checkpoints(copied_steps) as checkpoints, pytest.raises(OSError, match=message):
         checkpoints.newest_verified(rename=True)
     assert names(copied_steps) == ["1", "2"]
 
@@ -387,7 +373,9 @@ def test_read_errors_do_not_condemn_a_checkpoint(copied_steps, monkeypatch, code
 @pytest.mark.parametrize("name", ["load_checkpointables", "checkpointables_metadata"])
 def test_unreadable_verified_files_are_not_damage(two_steps, monkeypatch, name):
     """Without file handles, orbax and tensorstore raise errors of any kind."""
-    monkeypatch.setattr(checkpoint.ocp, name, make_failing(TypeError("'NoneType' object is not")))
-    failed = pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n")
-    with Checkpoints(two_steps) as checkpoints, failed:
+    monkeypatch.setattr(
+        checkpoint.ocp, name, mock.Mock(side_effect=TypeError("'NoneType' object is not"))
+    )
+    message = r"cannot be read \('NoneType'.*ulimit -n"
+    with Checkpoints(two_steps) as checkpoints, pytest.raises(OSError, match=message):
         load(checkpoints, 2)

@@ -1,5 +1,9 @@
 """One run on many devices and processes gives the numbers of one, whatever stops or dies."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -7,10 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from rope_jax.evaluate import read_results
 from rope_jax.system import sharding
-from rope_jax.training.metrics import read_metrics
+from rope_jax.training.metrics import read_events, read_metrics
 from tests.devices import environment, run_on_devices
-from tests.faults.attacks import outputs, wait_for_exit
+from tests.faults.attacks import expect_end, outputs, wait_for_exit
 from tests.faults.attacks.several import start
+from tests.faults.processes import ROOT, Run
+from tests.training.recipe import interrupt_at, losses
 
 
 def abstract_mesh(data, fsdp):
@@ -41,13 +47,11 @@ def test_a_mesh_must_use_all_devices():
 
 
 def test_parts_of_processes_make_up_the_batch(monkeypatch):
-    batch = {"image": np.arange(24).reshape(12, 2), "label": np.arange(12)}
-    parts = []
+    images, parts = np.arange(24).reshape(12, 2), []
     for part in range(3):
         monkeypatch.setattr(sharding, "process_shard", lambda part=part: (part, 3))
-        parts.append(sharding.take_shard(batch))
-    for name, array in batch.items():
-        assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
+        parts.append(sharding.take_shard({"image": images})["image"])
+    assert np.array_equal(np.concatenate(parts), images)
 
 
 _MODELS = """
@@ -275,4 +279,31 @@ def test_two_processes_match_one(tmp_path):
         assert abs(first["loss"] - second["loss"]) <= 5e-6
         assert abs(first["accuracy"] - second["accuracy"]) < 1e-6  # the same examples, each once
     assert read_results(single) == read_results(double)
-    assert [row["count"] for row in read_results(double)["eval"]] == [360, 360]
+
+
+SHORT = [
+    "--config=configs/digits.py:epochs=1",
+    "--config.model.options=depth=1,width=16,heads=1",
+    "--config.log_every=1",
+    "--config.eval.resolutions=()",
+]
+
+
+def _stop_at_step_6():
+    interrupt_at(pytest.MonkeyPatch(), 6)
+
+
+@pytest.mark.process
+def test_cpu_runs_resume_bit_for_bit_on_equal_devices(tmp_path):
+    two, again = (tmp_path / name for name in ("two", "again"))
+    for workdir, prepare in ((two, None), (again, _stop_at_step_6)):
+        arguments = [*SHORT, f"--workdir={workdir}"]
+        log, options = tmp_path / "log", {"environment": environment(2), "prepare": prepare}
+        expect_end([Run(arguments, log, **options)], seconds=300)
+    command = [sys.executable, "-m", "rope_jax.main", *SHORT, f"--workdir={again}"]
+    advised = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}  # read when jax is imported
+    subprocess.run(command, cwd=ROOT, env=advised, check=True, timeout=300)
+    starts = [e for e in read_events(again / "metrics.jsonl") if e["event"] == "start"]
+    assert [(e["step"], e["devices"]) for e in starts] == [(0, 2), (6, 2)]
+    assert losses(again) == losses(two)
+    assert len(losses(two)) == 11

@@ -4,19 +4,19 @@ import dataclasses
 import shutil
 import sys
 import types
+from unittest import mock
 
 import jax
 import pytest
 
 from rope_jax.config import ConfigError, resolve
 from rope_jax.training import kernels
-from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.trees import tree_hash
 from rope_jax_kernels import Choices, dispatch
 from rope_jax_kernels.attention import reference
 from rope_jax_kernels.tuning.choices import Choice, Measured
-from tests.training.recipe import final_state, run, tiny
+from tests.training.recipe import final_state, run, start
 
 SHORT = {"epochs": 0.5, "checkpoint_every": 3, "eval__resolutions": ()}  # 6 steps
 
@@ -34,8 +34,8 @@ def other_kernel(monkeypatch):
     module = types.ModuleType("rope_jax_kernels.other")
     module.attention_qkv, module.refusal = attention_qkv, lambda *_, **__: None
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    implementations = {"xla": "attention.reference", "triton": "other"}
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention_qkv", implementations)
+    names = {"xla": "attention.reference", "triton": "other"}
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention_qkv", names)
     return traced
 
 
@@ -74,8 +74,7 @@ def test_resumed_runs_use_the_choices_of_their_workdir(tmp_path, monkeypatch, ot
 @pytest.fixture(scope="module")
 def initial_run():
     """A run before its first step."""
-    setup, model = prepare(tiny())
-    return setup, initial_state(setup, model)
+    return start()[:2]
 
 
 def choose(initial_run, workdir, **settings):
@@ -87,12 +86,8 @@ def choose(initial_run, workdir, **settings):
 def test_signals_but_not_errors_in_measurements_stop_a_run(
     initial_run, tmp_path, monkeypatch, other_kernel, capsys
 ):
-    errors = iter([Interrupted("SIGTERM"), RuntimeError("out of memory")])
-
-    def tune(calls, say):
-        raise next(errors)
-
-    monkeypatch.setattr(kernels, "tune", tune)
+    errors = [Interrupted("SIGTERM"), RuntimeError("out of memory")]
+    monkeypatch.setattr(kernels, "tune", mock.Mock(side_effect=errors))
     with pytest.raises(Interrupted):
         choose(initial_run, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -118,11 +113,8 @@ def test_evaluations_use_the_choices_of_the_run(tmp_path):
     """They read nothing from the cache folder if the run has no choices."""
     run_kernels = lambda **settings: kernels.kernels_of_run(resolve(settings), tmp_path)
     assert (run_kernels().calls, run_kernels().everywhere) == ({}, None)
-    path = kernels.choices_file(tmp_path)
-    Choices("cpu", calls={"a call": {}}).save(path)
-    before = path.stat().st_mtime_ns
+    Choices("cpu", calls={"a call": {}}).save(kernels.choices_file(tmp_path))
     assert run_kernels().calls == {"a call": {}}
-    assert path.stat().st_mtime_ns == before
     assert run_kernels(kernels="xla").everywhere == "xla"
     with kernels.kernels_of_run(None, None) as active:  # a model without a run
         assert active is None

@@ -81,18 +81,14 @@ def finished(request, tmp_path_factory):
     return workdir, settings
 
 
-def read_rows(workdir):
-    return read_results(workdir)["eval"]
-
-
 def test_the_loaded_model_has_the_scores_of_the_run(finished):
     """Mean IoU by its definition, from the classes of all pixels of the test scenes."""
     workdir, settings = finished
     model, config = rope_jax.load_checkpoint(str(workdir))
     assert (model.head_notation, model.class_names[1]) == (settings["model__head"], "0")
-    rows = read_rows(workdir)
+    rows = read_results(workdir)["eval"]
     assert [row["resolution"] for row in rows] == [[16, 16], [12, 20]]
-    assert (workdir / "accuracy.png").stat().st_size > 0
+    assert all((workdir / name).stat().st_size for name in ("accuracy.png", "segments.png"))
     row = rows[1]
     images = data.load("scenes", split="test", image_size=(12, 20))
     x = (images.images / np.float32(255) - config.data.mean) / config.data.std

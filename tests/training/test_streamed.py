@@ -22,7 +22,7 @@ from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.metrics import read_metrics
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.trees import tree_hash
-from tests.training.recipe import final_state, run, run_in_parts, tiny
+from tests.training.recipe import assert_refused, final_state, run, run_in_parts, tiny
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,7 @@ def test_runs_on_files_resume_bit_for_bit_and_record_protocols(
 
 
 def test_changed_pixels_are_refused_on_resume(photographs, tmp_path):
-    place, workdir = tmp_path / "images", tmp_path / "run"
-    shutil.copytree(photographs, place)
+    place, workdir = shutil.copytree(photographs, tmp_path / "images"), tmp_path / "run"
     changes = folder_settings(place) | {"eval__resolutions": ()}
     setup, model = prepare(tiny(**changes))
     state, metadata = initial_state(setup, model), setup.about()
@@ -107,8 +106,7 @@ def test_changed_pixels_are_refused_on_resume(photographs, tmp_path):
 
 
 def test_results_on_other_images_are_not_reused(photographs, tmp_path, monkeypatch):
-    place, workdir = tmp_path / "images", tmp_path / "run"
-    shutil.copytree(photographs, place)
+    place, workdir = shutil.copytree(photographs, tmp_path / "images"), tmp_path / "run"
     config = run(workdir, **folder_settings(place) | {"eval__resolutions": (), "epochs": 0.4})
     results = lambda: evaluate.read_results(workdir)["eval"]
     evaluations = lambda: evaluate.read_evaluations(workdir / "evaluations.json")
@@ -128,16 +126,13 @@ def test_results_on_other_images_are_not_reused(photographs, tmp_path, monkeypat
 
 
 def test_bad_files_are_errors_or_skipped(photographs, tmp_path):
-    changes = folder_settings(photographs)
-    bad = photographs / "train" / "class0" / "bad.jpg"
-    bad.write_bytes(b"\xff\xd8\xff")
-    try:
-        with pytest.raises(data.BadImages, match=r"class0/bad.jpg\) cannot be used"):
-            run(tmp_path / "error", **changes)
-        run(tmp_path / "skip", data__bad_images="skip", **changes)
-        assert read_metrics(tmp_path / "skip" / "metrics.jsonl")[-1]["skipped_images"] == 1
-    finally:
-        bad.unlink()
+    place = shutil.copytree(photographs, tmp_path / "images")
+    (place / "train" / "class0" / "bad.jpg").write_bytes(b"\xff\xd8\xff")
+    changes = folder_settings(place) | {"eval__resolutions": ()}
+    with pytest.raises(data.BadImages, match=r"class0/bad.jpg\) cannot be used"):
+        run(tmp_path / "error", **changes)
+    run(tmp_path / "skip", data__bad_images="skip", **changes)
+    assert read_metrics(tmp_path / "skip" / "metrics.jsonl")[-1]["skipped_images"] == 1
 
 
 def test_packed_splits_must_agree_and_state_their_protocol(photographs, tmp_path):
@@ -145,20 +140,15 @@ def test_packed_splits_must_agree_and_state_their_protocol(photographs, tmp_path
         pack(Folder(str(photographs), split), tmp_path, side=14)
     changes = folder_settings(photographs) | {"data__source": "packed", "data__path": str(tmp_path)}
     prepared, _ = prepare(tiny(**changes))
-    protocol = (
-        "centre(crop=0.875) of each image, resized whole and with antialiasing; images packed "
-        "beforehand: short side at most 14 (bicubic); weights of the"
-    )
-    (actual,) = evaluate.protocols(prepared)
-    assert actual.startswith(protocol)
+    (protocol,) = evaluate.protocols(prepared)
+    assert "and with antialiasing; images packed beforehand: short side at most 14 (b" in protocol
     metadata = json.loads((tmp_path / "test" / "about.json").read_text())
     for names, words in (
         (["class0", "cat", "class2"], "label 1 is 'class1' .* 'cat' .*3 and 3 "),
         (["class0", "class1", "class2", "class3"], "label 3 is None .* 'class3' .*3 and 4 "),
     ):
         (tmp_path / "test" / "about.json").write_text(json.dumps(metadata | {"class_names": names}))
-        with pytest.raises(ConfigError, match=words + r".*\[--config.data.path\]"):
-            prepare(tiny(**changes))
+        assert_refused(words + r".*\[--config.data.path\]", **changes)
 
 
 @pytest.mark.parametrize(
@@ -171,5 +161,4 @@ def test_packed_splits_must_agree_and_state_their_protocol(photographs, tmp_path
     ],
 )
 def test_impossible_settings_name_their_flag(photographs, change, flag):
-    with pytest.raises(ConfigError, match=flag):
-        prepare(tiny(**folder_settings(photographs) | change))
+    assert_refused(flag, **folder_settings(photographs) | change)

@@ -30,8 +30,7 @@ TOGETHER = [*SMALL, "--distributed", "--heartbeat=10"]
 
 def free_address() -> str:
     """An unused address of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
@@ -188,9 +187,7 @@ def nobody_to_join(folder, number, rng):
 
 @attack("a port that another program uses", tries=2)
 def occupy_port(folder, number, rng):
-    with socket.socket() as used:
-        used.bind(("0.0.0.0", 0))
-        used.listen()
+    with socket.create_server(("0.0.0.0", 0)) as used:
         address = f"localhost:{used.getsockname()[1]}"
         (run,) = start(folder, [[]], environments=[{"JAX_COORDINATOR_ADDRESS": address}])
         expect_refusal(
