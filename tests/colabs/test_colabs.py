@@ -73,32 +73,13 @@ FOLDER, EXTRAS = "kernels", ""
 }
 
 
-class Machine:
-    """Installed packages as seen by the installation cell, which records its installations here.
-
-    Attributes:
-        newer: the version of jax after an installation of rope_jax.
-        versions: of packages, by name.
-        commands: the arguments of pip.
-    """
-
-    def __init__(self, newer="0.12", **versions):
-        self.newer, self.versions, self.commands = newer, versions, []
-
-    def version(self, package):
-        try:
-            return self.versions[package]
-        except KeyError:
-            raise importlib.metadata.PackageNotFoundError(package) from None
-
-    def pip(self, requirement):
-        self.commands.append(requirement)
-        self.versions["jax"] = self.newer
-
-
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """A function that runs the installation cell on a machine, in the current folder."""
+    """A function that runs the installation cell, in the current folder.
+
+    Its arguments are the versions of installed packages; it returns the arguments of pip. After an
+    installation, jax has the version 0.12.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(name_on_index="", gpu=False, notebook="quickstart", **versions):
@@ -106,12 +87,22 @@ def install(tmp_path, monkeypatch):
         source = "".join(code(path)["install"]["source"])
         assert FIRST[notebook] in source
         source = re.sub(r'%pip install -q (".*")', r"pip(f\1)", source)
-        machine = Machine(**versions)
-        monkeypatch.setattr(importlib.metadata, "version", machine.version)
+        commands = []
+
+        def version(package):
+            if package in versions:
+                return versions[package]
+            raise importlib.metadata.PackageNotFoundError(package)
+
+        def pip(requirement):
+            commands.append(requirement)
+            versions["jax"] = "0.12"
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
         filled = source.replace('NAME_ON_INDEX = ""', f'NAME_ON_INDEX = "{name_on_index}"')
-        exec(filled, {"pip": machine.pip})
-        return machine.commands
+        exec(filled, {"pip": pip})
+        return commands
 
     return run
 

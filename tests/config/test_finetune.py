@@ -1,5 +1,6 @@
 """`configs/finetune.py`: official weights on a folder of images, by one command."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -9,10 +10,10 @@ import sys
 import numpy as np
 import pytest
 import safetensors.numpy
-from PIL import Image
 
 import rope_jax
 from rope_jax.weights import export_state_dict
+from tests.images.test_pairs import save
 
 SMALL = {"width": 48, "heads": 3, "depth": 2}
 CLASSES = ("blue", "green", "red")
@@ -22,12 +23,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 def photographs(folder, count):
     """Noisy pictures of 50 x 70 pixels in which one channel is the brightest."""
     rng = np.random.default_rng(0)
-    for split, name in [(split, name) for split in ("train", "val") for name in CLASSES]:
-        (folder / split / name).mkdir(parents=True)
-        for k in range(count):
-            pixels = rng.integers(0, 120, (50, 70, 3), dtype=np.uint8)
-            pixels[..., 2 - CLASSES.index(name)] += 100
-            Image.fromarray(pixels).save(folder / split / name / f"{k}.png")
+    for split, name, k in itertools.product(("train", "val"), CLASSES, range(count)):
+        pixels = rng.integers(0, 120, (50, 70, 3), dtype=np.uint8)
+        pixels[..., 2 - CLASSES.index(name)] += 100
+        save(folder / split / name / f"{k}.png", pixels)
     return folder
 
 

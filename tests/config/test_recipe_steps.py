@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 from rope_jax import data
 from rope_jax.names.text import image_pair
@@ -15,6 +14,7 @@ from rope_jax.training.setup import assemble, create, initial_state, prepare, tr
 from rope_jax.training.step import make_step
 from tests.config.test_recipes import DENSE, RECIPES, resolve_recipe
 from tests.images.coco_set import write_coco
+from tests.images.test_pairs import write_pairs as masks
 
 
 def predicts_pixels(config):
@@ -24,17 +24,17 @@ def predicts_pixels(config):
 def trace(config, count, classes):
     """The setup and the shapes of state and metrics after one step, without arrays."""
     size = image_pair(config.data.image_size)
-    model = dataclasses.replace(config.model, num_classes=config.model.num_classes or classes)
-    sized = dataclasses.replace(config.data, image_size=size)
-    config = dataclasses.replace(config, model=model, data=sized)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, num_classes=config.model.num_classes or classes),
+        data=dataclasses.replace(config.data, image_size=size),
+    )
     shape_of_field = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
         (config.batch_size, *shape), dtype
     )
     batch = {
         "image": shape_of_field(*size, 3, dtype=jnp.uint8),
-        "label": shape_of_field(),
-        "epoch": shape_of_field(),
-        "index": shape_of_field(),
+        **dict.fromkeys(("label", "epoch", "index"), shape_of_field()),
     }
     pixels, labels = np.zeros((1, 1, 1, 3), np.uint8), np.zeros(count, np.int32)
     kind = data.Images
@@ -127,7 +127,7 @@ SLOW = {
     [*PARAMETERS.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())],
 )
 def test_recipes_trace_at_full_size(text, parameters):
-    config, count, classes = resolve_recipe(*text.split(":", 1)), 1_281_167, 1000
+    config, count, classes = resolve_recipe(text), 1_281_167, 1000
     if predicts_pixels(config):
         count, classes = 2, 150
     elif config.model.head is not None:
@@ -151,46 +151,30 @@ def test_recipes_trace_at_full_size(text, parameters):
 
 def photographs(folder):
     folder.mkdir()
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for split, count in (("train", 256), ("test", 64)):
-        arrays[f"{split}_images"] = rng.integers(0, 256, (count, 32, 32, 3), np.uint8)
-        arrays[f"{split}_labels"] = np.arange(count) % 10
-    np.savez(folder / "set.npz", **arrays)
+    images = np.random.default_rng(0).integers(0, 256, (256, 32, 32, 3), np.uint8)
+    train = {"train_images": images, "train_labels": np.arange(256) % 10}
+    np.savez(folder / "set.npz", **train, test_images=images[:64], test_labels=np.arange(64) % 10)
     return folder / "set.npz"
 
 
-def masks(folder):
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        (folder / split).mkdir(parents=True)
-        for number in range(4):
-            classes = rng.integers(0, 3, (3, 4)).repeat(24, 0).repeat(24, 1).astype(np.uint8)
-            pixels = np.repeat(80 * classes[..., None], 3, -1)
-            Image.fromarray(pixels).save(folder / split / f"{number}.jpg")
-            Image.fromarray(classes).save(folder / split / f"{number}.png")
-    (folder / "classes.txt").write_text("sky\nsea\nsand\n")
-    return folder
-
-
 CLASSES = {
-    "data__source": "npz", "batch_size": 32, "epochs": 12.0, "optim__warmup_epochs": 0.0,
-    "dtype": "float32", "eval__resolutions": (),
+    "data.source": "npz", "batch_size": 32, "epochs": 12.0, "optim.warmup_epochs": 0.0,
+    "dtype": "float32", "eval.resolutions": (),
 }  # fmt: skip
-PIXELS = {"data__source": "masks", "batch_size": 4, "steps": 4, "optim__warmup_steps": 0}
+PIXELS = {"data.source": "masks", "batch_size": 4, "steps": 4, "optim.warmup_steps": 0}
 MASKS = "mask2former(width=16,groups=4,heads=2,pixel_depth=2,depth=3,queries=6,loss_points=64)"
 BOXES = {
-    "batch_size": 4, "steps": 4, "data__canvases": (64,), "data__max_boxes": 4,
-    "eval__frame": "fit(short=40,long=64)", "data__augment":
+    "batch_size": 4, "steps": 4, "data.canvases": (64,), "data.max_boxes": 4,
+    "eval.frame": "fit(short=40,long=64)", "data.augment":
     "detr_crop(low=24,high=40,step=8,long=64,before_low=20,before_high=30,before_step=5,"
-    "cut_low=16,cut_high=30)+flip", "model__head":
+    "cut_low=16,cut_high=30)+flip", "model.head":
     "dino(width=16,groups=4,heads=2,encoder_depth=1,decoder_depth=2,hidden=32,queries=12,"
     "denoising=6,detections=8)",
 }  # fmt: skip
 REGIONS = BOXES | {
-    "model__head": "mask_rcnn(width=16,hidden=16,anchor_samples=16,box_samples=16,"
+    "model.head": "mask_rcnn(width=16,hidden=16,anchor_samples=16,box_samples=16,"
     "train_candidates=8,candidates=8,proposals=16,detections=4)",
-    "data__augment": BOXES["data__augment"].replace("cut_low", "window=48,cut_low"),
+    "data.augment": BOXES["data.augment"].replace("cut_low", "window=48,cut_low"),
 }
 PLAIN, STAGES = "patch_size=8,width=32,depth=1,heads=2", "width=16,depths=(1,1),heads=(1,2)"
 FOUR = "width=8,heads=(1,2,2,4),depths=(1,1,2,1),drop_path=0.1"
@@ -206,7 +190,7 @@ SMALL = [
     ("upernet:variant=adapter_s,position=ape,resolution=64", masks,
      "width=32,depth=4,heads=2,groups=(0,1,2,3),prior_width=8,deform_heads=2", PIXELS),
     ("segmenter:resolution=64", masks, "patch_size=8,width=64,depth=2,heads=2", PIXELS),
-    ("mask2former:resolution=64", masks, FOUR, PIXELS | {"model__head": MASKS}),
+    ("mask2former:resolution=64", masks, FOUR, PIXELS | {"model.head": MASKS}),
     ("dino:variant=vit_b,resolution=64", write_coco,
      "patch_size=8,width=32,depth=2,heads=2,class_token=False,attention=window,window_size=4,"
      "global_blocks=(1,),window_padding=tokens,drop_path=0.1", BOXES),
@@ -232,8 +216,8 @@ def test_small_models_train(text, write, options, changes, tmp_path):
 
     The first step leaves ViT-Adapter's injectors as they are, whose gates are 0 before it.
     """
-    data_settings = {"data__path": str(write(tmp_path / "set")), "data__workers": 0}
-    config = resolve_recipe(*text.split(":", 1), model__options=options, **data_settings, **changes)
+    images = {"data.path": str(write(tmp_path / "set")), "data.workers": 0}
+    config = resolve_recipe(text, {"model.options": options} | images | changes)
     setup, model = prepare(config)
     state = initial_state(setup, model)
     before = jax.tree.map(np.asarray, state["params"])

@@ -1,5 +1,6 @@
 """Texts of recipes: commands and tables; and the parameters that they decay."""
 
+import ast
 import pathlib
 import re
 
@@ -7,23 +8,28 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.config import load_recipe
 from rope_jax.papers.declared import find_artifacts
 from rope_jax.papers.lab import Lab
 from rope_jax.training.optim import decay_mask
 from rope_jax.training.trees import named_leaves
-from tests.config.test_recipes import DENSE, RECIPES, recipe, resolve_recipe
+from tests.config.test_recipes import DENSE, FOLDER, RECIPES, resolve_recipe
+
+
+def docstring(name):
+    return ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *DENSE])
 def test_recipes_accept_scheme_and_resolution_and_show_commands(name):
-    raw, text = recipe(name, "position=rope2d,resolution=64")
+    raw = load_recipe(f"{name}:position=rope2d,resolution=64")
     assert (raw.model.position, raw.data.image_size) == ("rope2d", 64)
-    assert f"--config={name}:" in text
+    assert f"--config={name}:" in docstring(name)
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *DENSE])
 def test_recipes_name_the_tables_that_train_them(name):
-    text = " ".join(recipe(name)[1].split())
+    text = " ".join(docstring(name).split())
     ids = re.findall(r"`(?:rope_jax reproduce )?([a-z]+/(?:table|figure)_[\w.]+)`", text)
     assert f"rope_jax reproduce {ids[0]}" in text
     lab = Lab("full", pathlib.Path("runs"))
@@ -53,7 +59,7 @@ DECAYED = [
 
 @pytest.mark.parametrize(("name", "arguments", "small", "decayed"), DECAYED)
 def test_decayed_parameters_match_the_official_optimizers(name, arguments, small, decayed):
-    config = resolve_recipe(name, arguments)
+    config = resolve_recipe(f"{name}:{arguments}")
     options = {"position": config.model.position, **small}
     params = nnx.eval_shape(
         lambda: nnx.state(rope_jax.create_model(config.model.name, **options), nnx.Param)

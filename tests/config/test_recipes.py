@@ -1,6 +1,5 @@
 """The values of every recipe, and the sizes that its models take."""
 
-import importlib.util
 import json
 import operator
 import pathlib
@@ -18,20 +17,8 @@ DENSE = ("dino", "mask2former", "mask_rcnn", "segmenter", "upernet")
 RECIPES = ("cat", "cct", "deit3", "lape", "swin", "thesis")
 
 
-def recipe(name, arguments=""):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(arguments), module.__doc__
-
-
-def resolve_recipe(name, arguments="", **changes):
-    raw, _ = recipe(name, arguments)
-    for key, value in changes.items():
-        section, _, field = key.rpartition("__")
-        with (raw[section] if section else raw).ignore_type():
-            (raw[section] if section else raw)[field] = value
-    return cfg.resolve(raw)
+def resolve_recipe(*recipe):
+    return cfg.resolve(cfg.load_recipe(*recipe))
 
 
 # Settings of the papers and the official code, by recipe and arguments; those that tables of the
@@ -41,7 +28,7 @@ VALUES = json.loads(pathlib.Path(__file__).with_name("values.json").read_text())
 
 @pytest.mark.parametrize("text", VALUES)
 def test_recipes_have_the_recorded_values(text):
-    config = resolve_recipe(*text.split(":", 1))
+    config = resolve_recipe(text)
     values = {name: operator.attrgetter(name)(config) for name in VALUES[text]}
     assert json.loads(json.dumps(values)) == VALUES[text]
 
@@ -51,11 +38,10 @@ def test_recipes_have_the_recorded_values(text):
     [("own_images", "batch"), ("finetune:weights=x", "batch_size"), ("swin", "batch_size")],
 )
 def test_the_learning_rate_follows_the_batch_size(recipe, argument):
-    load = lambda text, changes: cfg.resolve(cfg.load_recipe(text, changes))
-    by_argument = load(cfg.with_arguments(recipe, **{argument: 96}), {})
-    assert load(recipe, {"batch_size": 96}) == by_argument
-    assert load(recipe, {}).optim.learning_rate != by_argument.optim.learning_rate
-    explicit = load(recipe, {"optim.learning_rate": 0.01, "batch_size": 96})
+    by_argument = resolve_recipe(cfg.with_arguments(recipe, **{argument: 96}))
+    assert resolve_recipe(recipe, {"batch_size": 96}) == by_argument
+    assert resolve_recipe(recipe).optim.learning_rate != by_argument.optim.learning_rate
+    explicit = resolve_recipe(recipe, {"optim.learning_rate": 0.01, "batch_size": 96})
     assert (explicit.optim.learning_rate, explicit.batch_size) == (0.01, 96)
 
 
@@ -81,7 +67,7 @@ def test_the_learning_rate_follows_the_batch_size(recipe, argument):
 )
 def test_wrong_arguments_are_refused(name, arguments, message):
     with pytest.raises(cfg.ConfigError, match=message):
-        recipe(name, arguments)
+        cfg.load_recipe(f"{name}:{arguments}")
 
 
 def create(config, classes):
@@ -99,25 +85,27 @@ def create(config, classes):
     )
 
 
-def test_swin_trains_with_the_windows_of_its_resolution():
-    recipes = [("swin", "", 224, 7), ("swin", "resolution=384", 384, 12)]
-    recipes += [("swin", "variant=swinv2_t", 256, 8), ("cat", "variant=swinv2_t", 224, 7)]
-    for name, arguments, resolution, side in recipes:
-        config = resolve_recipe(name, arguments)
-        assert config.data.image_size == resolution
-        model = create(config, 1000)
-        assert model.window == (side, side)
-        assert (
-            config.eval.scale_windows or name == "cat"
-        )  # which leaves windows of the training resolution alone
-        model.scale_windows()
-        model.prepare((resolution, resolution))
-        assert model.window == (side, side)
+@pytest.mark.parametrize(
+    ("text", "resolution", "side"),
+    [
+        *(("swin", 224, 7), ("swin:resolution=384", 384, 12)),
+        *(("swin:variant=swinv2_t", 256, 8), ("cat:variant=swinv2_t", 224, 7)),
+    ],
+)
+def test_swin_trains_with_the_windows_of_its_resolution(text, resolution, side):
+    config = resolve_recipe(text)
+    assert config.data.image_size == resolution
+    model = create(config, 1000)
+    assert model.window == (side, side)
+    assert config.eval.scale_windows or "cat" in text
+    model.scale_windows()  # which leaves windows of the training resolution alone
+    model.prepare((resolution, resolution))
+    assert model.window == (side, side)
 
 
 @pytest.mark.parametrize(("backbone", "patch"), [("vit", 8), ("swin", 4), ("nat", 4)])
 def test_tiny_imagenet_can_be_evaluated_at_all_sizes(backbone, patch):
-    config = resolve_recipe("tiny_imagenet", f"backbone={backbone},position=rope_mixed+ape")
+    config = resolve_recipe(f"tiny_imagenet:backbone={backbone},position=rope_mixed+ape")
     model = create(config, 50)
     for height, width in config.test_sizes:
         assert model.grids((height, width))[0] == (height // patch, width // patch)
@@ -126,15 +114,15 @@ def test_tiny_imagenet_can_be_evaluated_at_all_sizes(backbone, patch):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    "text",
     [
-        *(("dino", f"variant={variant},position=rpb") for variant in ("vit_b", "swin_t", "swin_b")),
-        ("mask_rcnn", ""),
+        *(f"dino:variant={variant},position=rpb" for variant in ("vit_b", "swin_t", "swin_b")),
+        "mask_rcnn",
     ],
 )
-def test_detectors_support_all_canvases_and_objects(name, arguments):
+def test_detectors_support_all_canvases_and_objects(text):
     """Canvases hold images of the largest size, portrait, landscape or mixed."""
-    config = resolve_recipe(name, arguments)
+    config = resolve_recipe(text)
     canvases, model = config.data.canvas_sizes, create(config, 80)
     assert {(800, 1344), (1344, 800)} < {*canvases}
     assert max(min(canvas) for canvas in canvases) >= 1333

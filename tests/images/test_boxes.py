@@ -26,6 +26,10 @@ def images(folder, request):
     return load("coco", str(folder), "train", (136, 136), crop=FIT, labels_of=request.param)
 
 
+def unpack(batch):
+    return np.unpackbits(batch["masks"], axis=-1, count=batch["image"].shape[2]).astype(bool)
+
+
 def check_padding(batch, max_boxes):
     assert batch["label"].shape[1] == max_boxes
     for k, (height, width) in enumerate(batch["extent"]):
@@ -33,12 +37,9 @@ def check_padding(batch, max_boxes):
         assert (batch["extent"][k] <= image.shape[:2]).all()
         assert not image[height:].any()
         assert not image[:, width:].any()
-        assert not boxes[label < 0].any()
-        assert (label >= -1).all()
-        boxes = boxes[label >= 0]
-        assert (boxes >= 0).all()
-        assert (boxes[:, :2] < boxes[:, 2:]).all()
-        assert (boxes[:, 2:] <= (width, height)).all()
+        assert not boxes[label == -1].any()
+        starts, stops = boxes[label != -1, :2], boxes[label != -1, 2:]
+        assert ((starts >= 0) & (starts < stops) & (stops <= (width, height))).all()
 
 
 def test_training_batches(images):
@@ -78,16 +79,11 @@ def test_shards_share_a_canvas_and_streams_resume(images):
     assert len({batch["image"].shape for batch in stream}) > 1
 
 
-@pytest.fixture
-def many(tmp_path):
-    """Sixty images, two thirds of them landscape."""
+def test_images_of_a_batch_are_portrait_or_landscape(tmp_path):
+    """In all but one batch of an epoch, 15 batches; two thirds of the images are landscape."""
     sizes = {100 + k: (12, 16) if k % 3 else (16, 12) for k in range(60)}
     folder = write_coco(tmp_path / "many", sizes, {k: [(3, 1, 1, 9, 9)] for k in sizes})
-    return load("coco", str(folder), "train", (20, 20), crop="fit(short=12,long=16)")
-
-
-def test_images_of_a_batch_are_portrait_or_landscape(many):
-    """In all but one batch of an epoch, 15 batches; epochs keep their images."""
+    many = load("coco", str(folder), "train", (20, 20), crop="fit(short=12,long=16)")
     crop = "detr_crop(low=12,high=16,step=4,long=20,before_low=12,before_high=12,before_step=1,"
     options = {"batch_size": 4, "seed": 1, "augment": f"{crop}cut_low=8,cut_high=12)"}
     canvases = {"canvases": ((16, 20), (20, 16), (20, 20)), "max_boxes": 1}
@@ -100,17 +96,16 @@ def test_images_of_a_batch_are_portrait_or_landscape(many):
     assert np.diff(portrait.all(axis=1)[:15]).sum() > 3  # kinds of the batches in turn
     for step, batch in enumerate(stream):
         assert data.batch_ids(many, step, **options) == batch["index"].tolist()
+    # Epochs keep their images.
     in_order = [data.batch_examples(n, batch_size=4, seed=1, count=60) for n in range(30)]
-    for block in (slice(0, 15), slice(15, 30)):
-        for name, expected in zip(
-            ("epoch", "index"), zip(*in_order[block], strict=True), strict=True
-        ):
-            got = np.concatenate([batch[name] for batch in stream[block]])
-            np.testing.assert_array_equal(np.sort(got), np.sort(np.concatenate(expected)))
+    grouped = [(batch["epoch"], batch["index"]) for batch in stream]
+    sort = lambda pairs: np.sort(np.reshape(pairs, (2, 15, 2, 4)).swapaxes(1, 2).reshape(2, 2, 60))
+    np.testing.assert_array_equal(sort(grouped), sort(in_order))
 
 
-def test_evaluation_has_every_image_once_without_crowds(folder):
-    images = load("coco", str(folder), "test", (136, 136), crop=FIT)
+def test_evaluation_has_every_image_once_without_crowds_and_masks(folder, monkeypatch):
+    monkeypatch.setattr("rope_jax.data.sources.boxes.decode_masks", None)
+    images = load("coco", str(folder), "test", (136, 136), crop=FIT, labels_of="masks")
     options = {"batch_size": 4, "canvases": CANVASES, "max_boxes": 4}
     stream = list(evaluation_batches(images, **options))
     assert [batch["mask"].tolist() for batch in stream] == [[True] * 4, [True] * 2 + [False] * 2]
@@ -119,6 +114,7 @@ def test_evaluation_has_every_image_once_without_crowds(folder):
         half = evaluation_batches(images, shard=(k, 2), **options)
         assert [batch["image"].shape[1:3] for batch in half] == [(136, 136), (136, 80)]
     for batch in stream:
+        assert "masks" not in batch
         check_padding(batch, 4)
         for k in np.flatnonzero(batch["mask"]):
             size = images.annotations.sizes[batch["index"][k]]
@@ -167,33 +163,28 @@ def test_batches_refuse_oversized_images_and_counts(images, options, message):
 
 
 @pytest.mark.usefixtures("few_scenes")
-def test_scene_boxes_frame_the_visible_masks():
-    images = load("scenes", split="train", image_size=(48, 64), labels_of="boxes")
-    assert (images.labels_of, images.classes, images.class_names[3]) == ("boxes", 10, "3")
-    for example in range(12):
-        scene, truth = draw_scene("train", example, (48, 64)), images.truth(example)
-        np.testing.assert_array_equal(images.images[example], scene.image)
-        np.testing.assert_array_equal(truth.labels, scene.digits)
-        np.testing.assert_array_equal(truth.area, scene.masks.sum((1, 2)))
-        assert not truth.crowd.any()
-        for mask, box in zip(scene.masks, truth.boxes.astype(int), strict=True):
+def test_scenes_have_the_visible_masks_and_their_boxes():
+    images = load("scenes", image_size=(48, 60), labels_of="masks")
+    boxes = load("scenes", image_size=(48, 60), labels_of="boxes")
+    assert (boxes.labels_of, boxes.classes, boxes.class_names[3]) == ("boxes", 10, "3")
+    assert boxes.fingerprint() != images.fingerprint()
+    np.testing.assert_array_equal(boxes.annotations.boxes, images.annotations.boxes)
+    options = {"batch_size": 12, "seed": 0, "max_boxes": 12, "canvases": CANVASES}
+    batch = next(batches(images, **options))
+    check_padding(batch, 12)
+    assert batch["extent"].tolist() == batch["original"].tolist() == [[48, 60]] * 12  # no padding
+    for k, index in enumerate(batch["index"].tolist()):
+        scene, real = draw_scene("train", index, (48, 60)), batch["label"][k] >= 0
+        np.testing.assert_array_equal(batch["image"][k], scene.image)
+        np.testing.assert_array_equal(batch["label"][k][real], scene.digits)
+        np.testing.assert_array_equal(unpack(batch)[k][real], scene.masks)
+        np.testing.assert_array_equal(images.truth(index).area, scene.masks.sum((1, 2)))
+        for mask, box in zip(scene.masks, batch["boxes"][k][real], strict=True):
             rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
             assert box.tolist() == [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
-
-
-@pytest.mark.usefixtures("few_scenes")
-def test_scene_batches_have_one_size_without_padding():
-    images = load("scenes", image_size=(48, 64), labels_of="boxes")
-    batch = next(batches(images, batch_size=6, seed=0, augment="flip", canvases=CANVASES))
-    assert batch["image"].shape == (6, 48, 64, 3)
-    assert (batch["extent"] == (48, 64)).all()
-    assert (batch["original"] == (48, 64)).all()
-    check_padding(batch, 100)
-    for label, boxes, index in zip(batch["label"], batch["boxes"], batch["index"], strict=True):
-        truth = images.truth(int(index))
-        np.testing.assert_array_equal(label[label >= 0], truth.labels)
-        # Flips keep heights.
-        np.testing.assert_array_equal(boxes[label >= 0][:, 1::2], truth.boxes[:, 1::2])
+    flipped = next(batches(images, augment="flip(p=1.0)", **options))
+    np.testing.assert_array_equal(unpack(flipped), unpack(batch)[..., ::-1])
+    np.testing.assert_array_equal(flipped["boxes"][..., 1::2], batch["boxes"][..., 1::2])
 
 
 @pytest.mark.usefixtures("few_scenes")

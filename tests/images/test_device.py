@@ -107,9 +107,8 @@ def test_blur_matches_pillow():
     blur = jax.jit(jax.vmap(jax.vmap(device.gaussian_blur, (None, 0)), (0, None)))
     blurred = np.asarray(blur(np.stack(pictures()), jnp.float32(radii)))
     filters = [ImageFilter.GaussianBlur(radius) for radius in radii]
-    images = map(Image.fromarray, pictures())
     expected = [
-        [np.asarray(image.filter(image_filter)) for image_filter in filters] for image in images
+        [np.asarray(Image.fromarray(picture).filter(x)) for x in filters] for picture in pictures()
     ]
     np.testing.assert_array_equal(blurred, expected)
 
@@ -118,10 +117,8 @@ def test_three_augment_chooses_uniformly():
     picture, keys = pictures()[1], jax.random.split(jax.random.key(0), 300)
     draw = jax.jit(jax.vmap(lambda key: device.three_augment(jnp.asarray(picture), key, FILL)))
     results, image = np.asarray(draw(keys)), Image.fromarray(picture)
-    expected = image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)
-    counts = [
-        (results == np.asarray(candidate)).all(axis=(1, 2, 3)).sum() for candidate in expected
-    ]
+    grey_and_solarized = image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)
+    counts = [(results == x).all(axis=(1, 2, 3)).sum() for x in map(np.asarray, grey_and_solarized)]
     for count in (*counts, 300 - sum(counts)):
         assert 70 < count < 130  # 100, standard deviation 8
 

@@ -17,31 +17,24 @@ def draws(count):
     return example_draws(0, zeros, np.arange(count), count, "test").tolist()
 
 
-@pytest.mark.parametrize("resized", [(5, 7), (20, 30)])
-def test_images_are_resized_by_plain_bilinear_interpolation(resized):
+@pytest.mark.parametrize(
+    ("resized", "corner", "part"),
+    [((5, 7), (0, 0), (5, 7)), ((20, 30), (0, 0), (20, 30)), ((20, 30), (4, 7), (6, 8))],
+)
+def test_crops_are_parts_of_the_image_resized_by_plain_interpolation(resized, corner, part):
+    """Bilinear for images, the nearest pixel for classes."""
     image = np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8)
-    tents = []
+    tents, nearest = [], []
     for before, after in zip((9, 13), resized, strict=True):
-        places = (np.arange(after) + 0.5) * before / after - 0.5
-        places = places.clip(0, before - 1)
+        places = (np.arange(after) + 0.5) * before / after
+        nearest.append(places.astype(int))
+        places = (places - 0.5).clip(0, before - 1)
         tents.append(np.maximum(0, 1 - abs(places[:, None] - np.arange(before))))
-    expected = np.einsum("yh,hwc,xw->yxc", tents[0], image, tents[1])
-    assert np.abs(bilinear_crop(image, resized, (0, 0), resized) - expected).max() <= 0.501
-
-
-def test_crops_are_parts_of_the_resized_image():
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (9, 13, 3), dtype=np.uint8)
-    classes = rng.integers(0, 5, (9, 13), dtype=np.uint8)
-    resized = bilinear_crop(image, (20, 30), (0, 0), (20, 30))
-    part = bilinear_crop(image, (20, 30), (4, 7), (6, 8))
-    np.testing.assert_array_equal(part, resized[4:10, 7:15])
-    resized = nearest_crop(classes, (20, 30), (0, 0), (20, 30))
-    np.testing.assert_array_equal(
-        nearest_crop(classes, (20, 30), (4, 7), (6, 8)), resized[4:10, 7:15]
-    )
-    for i, j in np.ndindex(20, 30):
-        assert resized[i, j] == classes[int((i + 0.5) * 9 / 20), int((j + 0.5) * 13 / 30)]
+    window = tuple(slice(start, start + size) for start, size in zip(corner, part, strict=True))
+    expected = np.einsum("yh,hwc,xw->yxc", tents[0], image, tents[1])[window]
+    assert np.abs(bilinear_crop(image, resized, corner, part) - expected).max() <= 0.501
+    classes = image[..., 0][np.ix_(*nearest)][window]
+    np.testing.assert_array_equal(nearest_crop(image[..., 0], resized, corner, part), classes)
 
 
 # Each class has a colour.

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from rope_jax.data import batches, evaluation_batches, load
+from rope_jax.data import batches, load
 from rope_jax.data.images.fits import Placing, detr_crop, place_boxes, place_masks, place_pixels
 from rope_jax.data.images.masks import decode_masks, encode_mask, encode_outline
-from rope_jax.data.sources.scenes import draw_scene
-from tests.images.coco_set import COLOURS, annotations, write_annotations, write_coco
+from tests.images.coco_set import COLOURS, write_coco
 from tests.images.streams import take
-from tests.images.test_boxes import CANVASES, FIT, OPTIONS
+from tests.images.test_boxes import FIT, OPTIONS, unpack
+from tests.images.test_coco import wrong
 from tests.images.test_fits import SMALL
 
 
@@ -20,10 +20,6 @@ def folder(tmp_path_factory):
 
 def open_set(folder, split="train"):
     return load("coco", str(folder), split, (136, 136), crop=FIT, labels_of="masks")
-
-
-def unpack(batch):
-    return np.unpackbits(batch["masks"], axis=-1, count=batch["image"].shape[2]).astype(bool)
 
 
 def test_polygons_and_run_lengths_are_masks(folder):
@@ -61,20 +57,13 @@ def test_masks_move_with_pixels_and_boxes(folder, window):
     assert len(flips) == 2 or window  # which leaves most of a canvas empty
 
 
-def test_evaluation_has_no_masks(folder, monkeypatch):
-    options = {"batch_size": 4, "canvases": CANVASES, "max_boxes": 4}
-    monkeypatch.setattr("rope_jax.data.sources.boxes.decode_masks", None)  # nor are any decoded
-    for batch in evaluation_batches(open_set(folder, "test"), **options):
-        assert "masks" not in batch
-
-
 def test_a_window_is_cut_out_of_what_it_would_be_without(folder):
-    size, options = (60, 90), SMALL
+    size = (60, 90)
     image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
     masks = np.random.default_rng(1).integers(0, 2, (2, *size), np.uint8)
     boxes = np.array([[4.0, 5, 80, 50]])
     for draw in (1, 2, 3, 10**18):
-        whole, part = (detr_crop(size, draw, **options, window=n) for n in (0, 50))
+        whole, part = (detr_crop(size, draw, **SMALL, window=n) for n in (0, 50))
         assert part[:3] == whole[:3]
         assert max(part.extent) == 50
         (top, left), (height, width) = part.offset, part.extent
@@ -92,20 +81,6 @@ def test_masks_are_resized_by_the_pixel_to_the_upper_left():
     masks = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
     placed = place_masks(masks, Placing((2, 3), (0, 1), (2, 2), (3, 3)))
     np.testing.assert_array_equal(placed[0], masks[0][[0, 0, 1]][:, [1, 1, 2]])
-
-
-@pytest.mark.usefixtures("few_scenes")
-def test_scenes_have_the_visible_masks():
-    images = load("scenes", image_size=(48, 60), labels_of="masks")
-    batch = next(batches(images, batch_size=6, seed=0, max_boxes=12))
-    for index, label, masks in zip(batch["index"], batch["label"], unpack(batch), strict=True):
-        scene = draw_scene("train", int(index), (48, 60))
-        np.testing.assert_array_equal(masks[label >= 0], scene.masks)
-    flipped = next(batches(images, batch_size=6, seed=0, max_boxes=12, augment="flip(p=1.0)"))
-    np.testing.assert_array_equal(unpack(flipped), unpack(batch)[..., ::-1])
-    boxes = load("scenes", image_size=(48, 60), labels_of="boxes")
-    assert boxes.fingerprint() != images.fingerprint()
-    np.testing.assert_array_equal(boxes.annotations.boxes, images.annotations.boxes)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +105,7 @@ def test_scenes_have_the_visible_masks():
 )
 def test_damaged_segmentations_are_refused(outline, tmp_path):
     folder = write_coco(tmp_path / "set")
-    content = annotations()
-    content["annotations"][0]["segmentation"] = outline
-    write_annotations(folder, "train", content)
+    wrong("annotations", 0, segmentation=outline)(folder)
     message = (
         "segmentation of annotation 100 is damaged: run|damaged entry .*; segmentation is polygons"
     )
@@ -144,15 +117,12 @@ def test_damaged_segmentations_are_refused(outline, tmp_path):
 @pytest.mark.parametrize(("width", "left_out"), [(0.5, 1), (1, 0)])
 def test_objects_narrower_than_a_pixel_are_not_trained_on(width, left_out, tmp_path):
     folder = write_coco(tmp_path / "set")
-    content = annotations()
-    content["annotations"][0]["bbox"][::2] = [0.13, width]  # 0.13 + 1 - 0.13 is less than 1
-    write_annotations(folder, "train", content)
+    wrong("annotations", 0, bbox=[0.13, 6, width, 14])(folder)  # 0.13 + 1 - 0.13 is less than 1
     images, boxes = open_set(folder), load("coco", str(folder), "train", (136, 136), crop=FIT)
     assert images.annotations.counts().sum() == boxes.annotations.counts().sum() - left_out
     assert len(images.example(0)["label"]) == 2 - left_out
-    remarks = [remark for remark in images.source.remarks() if "left out" in remark]
-    assert len(remarks) == left_out
-    assert all("a side of less than a pixel" in remark for remark in remarks)
+    remarks = "\n".join(images.source.remarks())
+    assert remarks.count("left out") == remarks.count("a side of less than a pixel") == left_out
 
 
 def test_run_lengths_are_those_of_pycocotools():

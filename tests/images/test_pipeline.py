@@ -81,6 +81,7 @@ def test_epoch_orders_differ_and_are_fixed():
         ({"start_step": -1}, "step -1"),
         ({"seed": -1}, "seed must be .*, not -1"),
         ({"augment": "blur"}, "unknown augmentation 'blur'"),
+        ({"augment": "flip+erase"}, "erase runs in the training step, not in the loader"),
         ({"shard": (2, 2)}, r"shard \(2, 2\)"),
         ({"shard": (0, 3)}, r"shard \(0, 3\)"),
         ({"repeats": 0}, "repeats must be .*, not 0"),
@@ -113,13 +114,9 @@ print(next(stream)["label"].sum())
 def test_evaluation_batches(batch_size):
     images = numbered_images(10)
     got = list(evaluation_batches(images, batch_size=batch_size))
-    assert len(got) == -(-10 // batch_size)
-    for batch in got:
-        assert batch["image"].shape == (batch_size, 4, 4, 3)
-        assert batch["label"].shape == batch["mask"].shape == (batch_size,)
-        assert batch["mask"].dtype == np.bool_
-        assert not batch["image"][~batch["mask"]].any()
+    assert [len(batch["mask"]) for batch in got] == [batch_size] * -(-10 // batch_size)
     everything = join_batches(got)
+    assert not everything["image"][~everything["mask"]].any()
     expected = {"image": images.images, "label": images.labels, "index": np.arange(10)}
     assert_same([{name: everything[name][everything["mask"]] for name in expected}], [expected])
 

@@ -1,4 +1,5 @@
 import gzip
+import itertools
 import os
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ def test_digits():
     for images, count in ((train, 1437), (test, 360)):
         assert (images.images.dtype, images.images.shape) == (np.uint8, (count, 8, 8, 3))
         assert (images.labels.dtype, set(images.labels)) == (np.int32, set(range(10)))
-        assert (images.images[..., :1] == images.images).all()
         assert (images.images.min(), images.images.max()) == (0, 255)
     assert test.labels[:4].tolist() == [0, 5, 0, 5]  # images 0, 5, 10, 15 of the set
 
@@ -40,7 +40,6 @@ def test_npz(tmp_path, shape):
     np.testing.assert_array_equal(train.labels, LABELS)
     assert (train.name, train.classes, test.classes, test.split) == ("set", 3, 3, "test")
     smaller = load("npz", path, "train", (3, 4))
-    assert smaller.images.shape == (4, 3, 4, 3)
     crop = partial(resized_crop, scale_min=0.2)  # of the stored images
     np.testing.assert_array_equal(
         smaller.read(1, crop, 7), crop_pixels(train.images[1], crop, (3, 4), 7)
@@ -79,20 +78,6 @@ def test_npz_refuses(tmp_path, change, message):
     np.savez(path, **{"train_images": random_images(4, 5, 6), "train_labels": LABELS, **change})
     with pytest.raises(ValueError, match=message):
         load("npz", path, "test" if "test_images" in change else "train", None)
-
-
-def test_npz_refuses_other_files(tmp_path):
-    path = tmp_path / "set.npz"
-    images, labels = random_images(400, 5, 6), np.resize(LABELS, 400)
-    np.savez_compressed(path, train_images=images, train_labels=labels)
-    intact = path.read_bytes()
-    damaged = intact[:200] + b"xxxx" + intact[204:]
-    np.savez(path, train_images=images, train_labels=labels)
-    shorter = path.read_bytes().replace(b"(400, 5, 6)", b"(200, 5, 6)")
-    for content in (b"", b"text", intact[:1000], damaged, shorter):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"is not an \.npz file|array train_images of"):
-            load("npz", str(path), "train", None)
 
 
 def idx(array):
@@ -142,14 +127,47 @@ def test_idx_refuses(tmp_path, images, message):
         load("idx", str(tmp_path), "train", None)
 
 
-def test_idx_refuses_damaged_compression(tmp_path):
-    write_idx(tmp_path, random_images(400, 5, 6), np.zeros(400, np.uint8), compressed=True)
-    file = tmp_path / "train-images-idx3-ubyte.gz"
-    intact = file.read_bytes()
-    for content in (intact[:2000], b"text", intact[:3000] + b"xxxx" + intact[3004:]):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"ubyte\.gz is not a valid idx file"):
-            load("idx", str(tmp_path), "train", None)
+def rewrite(change):
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
+IDX, DAMAGED = "train-images-idx3-ubyte", r"not (an \.npz|a valid idx) file|array train_images of"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        *itertools.product(
+            ("stored.npz", "deflated.npz", f"{IDX}.gz"),
+            [
+                rewrite(lambda data: b""),
+                rewrite(lambda data: b"text"),
+                rewrite(lambda data: data[:1000]),
+                rewrite(lambda data: data[:200] + b"xxxx" + data[204:]),
+            ],
+            [DAMAGED],
+        ),
+        (
+            "stored.npz",
+            rewrite(lambda data: data.replace(b"(400, 5, 6)", b"(200, 5, 6)")),
+            DAMAGED,
+        ),
+        *itertools.product(  # reading would wait for a writer, or never end
+            ("set.npz", IDX),
+            [os.mkfifo, os.mkdir, lambda place: place.symlink_to("/dev/zero")],
+            ["not a regular file"],
+        ),
+    ],
+)
+def test_damaged_and_other_files_are_refused(tmp_path, name, damage, message):
+    images, labels, file = random_images(400, 5, 6), np.resize(LABELS, 400), tmp_path / name
+    write_idx(tmp_path, images, labels, compressed=True)
+    np.savez(tmp_path / "stored.npz", train_images=images, train_labels=labels)
+    np.savez_compressed(tmp_path / "deflated.npz", train_images=images, train_labels=labels)
+    damage(file)
+    source, path = ("npz", file) if file.suffix == ".npz" else ("idx", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(source, str(path), "train", None)
 
 
 @pytest.mark.images("fashion_mnist")
@@ -179,19 +197,6 @@ def test_load_refuses(arguments, message):
 
 def test_resize_matches_pillows_bicubic():
     images = random_images(3, 12, 10, 3)
-    assert resize(images, (12, 10)) is images
-    for size in ((6, 5), (24, 31), (1, 1)):
+    for size in ((12, 10), (6, 5), (24, 31), (1, 1)):
         expected = Image.fromarray(images[1]).resize(size[::-1], Image.Resampling.BICUBIC)
         np.testing.assert_array_equal(resize(images, size)[1], np.asarray(expected))
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda place: place.symlink_to("/dev/zero"), os.mkdir])
-@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "set.npz"])
-def test_pipes_and_devices_are_refused(tmp_path, name, make):
-    """Reading would wait for a writer, or never end."""
-    write_idx(tmp_path, random_images(4, 5, 6), LABELS)
-    (tmp_path / name).unlink(missing_ok=True)
-    make(tmp_path / name)
-    source, path = ("npz", tmp_path / name) if name == "set.npz" else ("idx", tmp_path)
-    with pytest.raises(ValueError, match="not a regular file"):
-        load(source, str(path), "train", None)

@@ -33,15 +33,6 @@ def test_unknown_names_have_hints(name, hints, message):
     assert name not in fruits
 
 
-def test_names_are_registered_once():
-    fruits = Registry("fruit", {"pear": 1})
-    fruits.register("apple", 2)
-    with pytest.raises(ValueError, match="a fruit named 'apple' exists already"):
-        fruits.register("apple", 3)
-    assert (fruits.names(), fruits.names("a*")) == (["apple", "pear"], ["apple"])
-    assert fruits["apple"] == 2
-
-
 @pytest.mark.parametrize("name", ["", "a+b", "bad name()+", "my-fruit", "None", "class"])
 def test_names_outside_the_notation_are_refused(name):
     fruits = Registry("fruit")
