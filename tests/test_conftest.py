@@ -1,6 +1,7 @@
 """The tests that a machine runs, and the cases of a sample."""
 
 import collections
+import itertools
 import types
 
 import jax
@@ -19,9 +20,7 @@ def test_gpu_tests_are_collected_where_they_can_run(folder, variable, monkeypatc
     monkeypatch.setattr(conftest.importlib.util, "find_spec", lambda name: name == "jax_plugins")
     monkeypatch.delenv(variable, raising=False)
     assert conftest.pytest_ignore_collect(conftest.HERE / folder)
-    (line,) = left_out
-    assert f"tests/{folder}" in line
-    assert "make" in line
+    assert f"tests/{folder}" in left_out.pop()
     monkeypatch.setenv(variable, "1")
     assert conftest.pytest_ignore_collect(conftest.HERE / folder) is None
 
@@ -31,9 +30,7 @@ def test_samples_are_reproducible_and_cover_all():
     items = [types.SimpleNamespace(nodeid=name) for name in tests]
     drawn = [[x.nodeid for x in conftest.sample(items, 4, str(k))] for k in range(40)]
     assert drawn[7] == [item.nodeid for item in conftest.sample(items[::-1], 4, "7")]
-    for names in drawn:
-        assert len(names) == 3
-        assert sum("many" in name for name in names) == 2
-    counts = collections.Counter(name for names in drawn for name in names)
+    assert {(len(names), sum("many" in name for name in names)) for names in drawn} == {(3, 2)}
+    counts = collections.Counter(itertools.chain(*drawn))
     assert counts.keys() == set(tests)
     assert max(counts.values()) < 25

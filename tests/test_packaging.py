@@ -47,7 +47,7 @@ def build(project, out):
 def sources(folder, inside):
     """Names in a wheel of the modules in a folder, and of its marker for type checkers."""
     files = [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]
-    return {(inside / path.relative_to(ROOT / folder)).as_posix() for path in files}
+    return {f"{inside}/{path.relative_to(ROOT / folder)}" for path in files}
 
 
 def list_wheel(wheel):
@@ -55,17 +55,16 @@ def list_wheel(wheel):
     return {name for name in names if name.endswith((".py", "py.typed"))}
 
 
-def test_the_wheel_contains_exactly_packages_and_recipes(tmp_path):
-    package, kernels = pathlib.Path("rope_jax"), pathlib.Path("rope_jax_kernels")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def test_wheels_contain_exactly_packages_and_recipes(wheel, tmp_path):
+    kernels = sources("kernels/rope_jax_kernels", "rope_jax_kernels")
     recipes = {f"rope_jax/configs/{path.name}" for path in ROOT.glob("configs/*.py")}
-    expected = sources("rope_jax", package) | sources("kernels/rope_jax_kernels", kernels)
-    assert list_wheel(build(ROOT, tmp_path)) == expected | recipes
-
-
-def test_the_kernels_wheel_contains_only_the_kernels(tmp_path):
-    wheel = build(ROOT / "kernels", tmp_path)
-    package = pathlib.Path("rope_jax_kernels")
-    assert list_wheel(wheel) == sources("kernels/rope_jax_kernels", package)
+    assert list_wheel(wheel) == sources("rope_jax", "rope_jax") | kernels | recipes
+    assert list_wheel(build(ROOT / "kernels", tmp_path)) == kernels
 
 
 def test_the_kernels_share_bounds_and_version():
@@ -80,25 +79,20 @@ def test_the_kernels_share_bounds_and_version():
 
 
 def test_every_dependency_is_pinned_for_ci():
-    pinned = {
-        line.split("==")[0].lower().replace("_", "-")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    }
-    extras = PROJECT["optional-dependencies"]
-    requirements = PROJECT["dependencies"] + [
-        x for name in ("coco", "demo", "docs", "log", "plot", "test") for x in extras[name]
+    names = lambda lines: {re.match(r"[\w-]+", x)[0].lower().replace("_", "-") for x in lines}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = names(line for line in lines if "==" in line)
+    required = PROJECT["dependencies"] + [
+        need
+        for extra in ("coco", "demo", "docs", "log", "plot", "test")
+        for need in PROJECT["optional-dependencies"][extra]
     ]
-    names = {w.split(">")[0].split("[")[0].lower().replace("_", "-") for w in requirements} - {
-        "rope-jax"
-    }
-    assert names <= pinned
+    assert names(required) - {"rope-jax"} <= pinned
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder with the wheel installed in it, and the environment that uses it."""
-    wheel = build(ROOT, tmp_path_factory.mktemp("wheel"))
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel installed in it."""
     site = tmp_path_factory.mktemp("site")
     options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--target")
     run("-m", "pip", "install", *options, site, wheel, cwd=site)
@@ -167,6 +161,5 @@ def test_public_names_match_those_of_type_checkers():
     assert sorted([*homes, "__version__"]) == rope_jax.__all__
     assert all(callable(getattr(rope_jax, name)) for name in homes)
     assert set(rope_jax.__all__) <= set(dir(rope_jax))
-    assert rope_jax.positions.list_positions is rope_jax.list_positions
     with pytest.raises(AttributeError, match="no attribute 'create_modle'"):
         _ = rope_jax.create_modle

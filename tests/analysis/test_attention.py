@@ -3,6 +3,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 
 import rope_jax
@@ -10,20 +11,11 @@ from rope_jax.analysis.attention import (
     AttentionLayer,
     attention_maps,
     attention_statistics,
-    attention_weights,
     row_statistics,
 )
 from rope_jax.models.attention import _spread
-from rope_jax.models.blocks import list_blocks
 from rope_jax_kernels import rotate
 from tests.models.small import fill, pictures, small_model
-
-
-def make_layer(weights, grid, prefix=0, head_dim=4):
-    """A layer with the weights [L, L] in all heads."""
-    weights = jnp.asarray(weights, jnp.float32)
-    attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values)
-    return AttentionLayer(attend, (2, len(weights), 3, head_dim), grid, prefix, jnp.float32)
 
 
 def token_distances(height, width):
@@ -48,37 +40,19 @@ def small_hierarchy(name, size, **options):
     return equalise_logits(fill(nnx.eval_shape(make)))
 
 
-def test_attention_to_a_neighbour_has_distance_one_and_no_entropy():
-    tokens = np.arange(15).reshape(3, 5)
-    keys = np.concatenate([tokens[:, 1:2], tokens[:, :-1]], axis=1)  # left; at the border right
-    distance, entropy = row_statistics(make_layer(np.eye(15)[keys.ravel()], (3, 5)))
-    np.testing.assert_allclose(distance, 2 * np.ones(3), rtol=1e-6)  # summed over two images
-    np.testing.assert_allclose(entropy, np.zeros(3), atol=1e-6)
-
-
 def test_weights_on_prefix_tokens_are_left_out():
-    rng = np.random.default_rng(0)
-    weights = rng.dirichlet(np.ones(14), size=14)  # two prefix tokens, 3 x 4
+    weights = np.random.default_rng(0).dirichlet(np.ones(14), size=14)  # 2 prefix tokens, 3 x 4
     weights[5, 2:] = 0  # this query attends to the prefix alone: even attention on the map
-    distance, entropy = row_statistics(make_layer(weights, (3, 4), prefix=2, head_dim=5))
+    weights[6] = np.eye(14)[3]  # and this one to a single token: no entropy
+    attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights.astype(np.float32), values)
+    layer = AttentionLayer(attend, (2, 14, 3, 5), (3, 4), 2, jnp.float32)
+    distance, entropy = row_statistics(layer)  # summed over two images
     weights[5, 2:] = 1
     kept = weights[2:, 2:] / weights[2:, 2:].sum(1, keepdims=True)
-    np.testing.assert_allclose(
-        distance[0] / 2, (kept * token_distances(3, 4)).sum(1).mean(), rtol=1e-5
-    )
-    np.testing.assert_allclose(entropy[0] / 2, -(kept * np.log(kept)).sum(1).mean(), rtol=1e-5)
-
-
-def test_weights_of_a_padded_map_exclude_padding():
-    weights = np.arange(81, dtype=np.float32).reshape(9, 9)  # 3 x 3 tokens, of which 3 x 2 exist
-    attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values.reshape(2, 9, 1, 4))
-    layer = AttentionLayer(attend, (2, 3, 3, 1, 4), (3, 2), 0, jnp.float32)
-    chunks = [attention_weights(layer, int(first))[0, :, 0] for first in layer.chunks]
-    real_tokens = [0, 1, 3, 4, 6, 7]
-    np.testing.assert_array_equal(
-        np.concatenate(chunks, 1)[:, :6], weights[real_tokens][:, real_tokens]
-    )
-    assert not chunks[1][:, 2:].any()  # keys beyond the map
+    expected = (kept * token_distances(3, 4)).sum(1).mean()
+    np.testing.assert_allclose(distance / 2, np.full(3, expected), rtol=1e-5)
+    expected = scipy.special.entr(kept).sum(1).mean()
+    np.testing.assert_allclose(entropy / 2, np.full(3, expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +69,6 @@ def test_uniform_attention_has_the_entropy_of_its_tokens(name, changes, tokens):
     assert statistics.images == 4
     assert statistics.grids == [(3, 5), (3, 5)]
     np.testing.assert_allclose(statistics.entropy, np.full((2, 3), math.log(tokens)), rtol=1e-5)
-
-
-def test_stacked_blocks_become_a_list():
-    model = small_model("vit_s16", "none", scan_layers=True)
-    blocks = list_blocks(model.blocks, model.position.stage.depth)
-    assert len(blocks) == 2
-    for layer, block in enumerate(blocks):
-        np.testing.assert_array_equal(block.norm1.scale, model.blocks.norm1.scale[layer])
 
 
 def test_statistics_exclude_padding():

@@ -86,7 +86,6 @@ def test_equations_match_the_golden_numbers(name):
         np.testing.assert_allclose(
             fractions.mean(-1), golden["term_share_mean_of_heads"], rtol=1e-9
         )
-        np.testing.assert_allclose(fractions.sum(0), 1, rtol=1e-10)
     measures = joining.position_measures(np.stack(rows), tuple(case["grid"]))
     for measure in ("reach", "two_dimensional", "raster"):
         numbers = [golden[measure] for golden in expected["layers"]]
@@ -107,13 +106,10 @@ def test_models_are_measured_at_the_input_of_each_layer(position):
     epsilon = model.options.norm_epsilon
     if position == "ape":
         embedding = np.asarray(model.position.embed(jnp.zeros((1, 16, 48)), (3, 5))[0], np.float64)
-        by_image = [joining.lambdas(np.asarray(y), embedding, epsilon)[:, 1:] for y in x]
-        for name, expected in zip(joining.LAMBDAS, np.mean(by_image, (0, 2)), strict=True):
-            assert values[name][0] == pytest.approx(expected, rel=1e-9)
-        assert (values["lambda_3"] < 1e-6).all()
-        first = [joining.lambdas(np.asarray(y), embedding, epsilon)[:, 0] for y in x]
-        for name, expected in zip(joining.LAMBDAS, np.mean(first, 0), strict=True):
-            assert values[f"{name} of the class token"][0] == pytest.approx(expected, rel=1e-9)
+        expected = np.mean([joining.lambdas(np.asarray(y), embedding, epsilon) for y in x], 0)
+        for name, (first, *others) in zip(joining.LAMBDAS, expected, strict=True):
+            assert values[name][0] == pytest.approx(np.mean(others), rel=1e-9)
+            assert values[f"{name} of the class token"][0] == pytest.approx(first, rel=1e-9)
     else:
         assert "lambda_1" not in values
         rows = np.asarray(model.position.terms((3, 5)).add.value[:, 1:], np.float64)
@@ -195,12 +191,3 @@ def test_stages_have_their_own_maps():
     ]
     with pytest.raises(ValueError, match="isotropic"):
         joining.measure_joining(model, pictures(32, 32))
-
-
-def test_reach_is_small_for_local_positions():
-    grid = (14, 14)
-    y, x = np.divmod(np.arange(196), 14)
-    distance = np.hypot(y[:, None] - y, x[:, None] - x)
-    reaches = [joining.reach(np.exp(-((distance / width) ** 2) / 2), grid) for width in (1, 2, 4)]
-    np.testing.assert_allclose(reaches, [0.193, 0.333, 0.576], atol=0.06)
-    assert reaches == sorted(reaches)

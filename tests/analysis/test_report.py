@@ -117,7 +117,6 @@ def test_dense_runs_are_compared_by_their_score(tmp_path, capsys, make_rows, nam
     page = Page(tmp_path)
     assert f"{name[1:]} in percent (scenes test, 200 images)" in page.text
     assert "a single run has none" in page.text
-    assert "top-1" not in page.text
     first, second = make_rows(0, [])[0]["class_names"]
     assert [first, "25.0", "50.0"] in page.rows
     assert [second, "-", "50.0"] in page.rows
@@ -146,54 +145,19 @@ def test_classes_are_compared_if_all_runs_share_them(tmp_path, other, blocks):
     assert len(comparison_page._classes(runs)) == blocks
 
 
-def test_irrelevant_settings_do_not_separate_seeds(tmp_path, monkeypatch):
-    monkeypatch.setattr(plugins, "_loaded", {})
-    a, b = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "ab")
-    write_config(b, "ape", seed=1, log_every=5, plugins=["math"])
-    runs = [*report.read_runs(a), *report.read_runs(b)]
-    assert report.group_runs(runs) == {"ape": runs}
-    write_config(b, "ape", seed=1, data={"path": "b"})
-    groups = report.group_runs([*runs[:1], *report.read_runs(b)])
-    assert list(groups) == ["ape", "ape (b)"]
-
-
-def test_other_differences_than_the_position_are_named(tmp_path):
-    a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)))
-    b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)), seed=3)
-    groups = report.group_runs([*report.read_runs(a), *report.read_runs(b)])
-    assert comparison_page.unlike(groups) == []
-    write_config(b, "rope2d", epochs=2.0)
-    write_results(b, 1674, rows(((8, 8), 0.8)))
-    report.main([str(a), str(b)])
-    note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
-    assert f"other differences: {note}" in (tmp_path / "comparison.txt").read_text()
-    assert f"Other differences: {note}" in Page(tmp_path).text
-
-
-def test_options_in_which_models_differ_are_in_the_labels(tmp_path):
-    options = ("width=16,depth=1", "width=16,depth=2", "width=16")
-    folders = [workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "abc"]
-    for folder, text in zip(folders, options, strict=True):
-        write_config(folder, "ape", options=text)
-    runs = [run for folder in folders for run in report.read_runs(folder)]
-    groups = report.group_runs(runs)
-    assert list(groups) == ["ape, depth=1", "ape, depth=2", "ape"]
-    assert comparison_page.unlike(groups) == []
-    assert list(report.group_runs(runs[:1])) == ["ape"]
-
-
 def test_crops_of_a_run_are_not_counted_as_seeds(tmp_path):
-    """The first crop is compared, the second is listed."""
+    """The first crop is compared, the second is listed; the scheme is the model's default."""
     first = rows(((8, 8), 0.9), ((12, 12), 0.8))
     second = [row | {"protocol": "smaller <crop>"} for row in rows(((8, 8), 0.7), ((12, 12), 0.6))]
-    report.main([str(workdir(tmp_path / "a", "ape", first + second))])
+    report.main([str(workdir(tmp_path / "a", None, first + second))])
     table = (tmp_path / "comparison.txt").read_text()
-    assert table.splitlines()[-1].split() == ["ape", "90.0", "80.0"]
+    assert table.splitlines()[-1].split() == ["axial_rope", "90.0", "80.0"]
     compared, listed = ([score([row]).text() for row in crop_rows] for crop_rows in (first, second))
-    page_rows = Page(tmp_path).rows
-    assert ["ape", "1", *compared] in page_rows
-    others = [row[2:4] for row in page_rows if row[-1] == "smaller <crop>"]
+    page = Page(tmp_path)
+    assert ["axial_rope", "1", *compared] in page.rows
+    others = [row[2:4] for row in page.rows if row[-1] == "smaller <crop>"]
     assert others == [["8x8", listed[0]], ["12x12", listed[1]]]
+    assert "reproduce" not in page.text
 
 
 def test_workdirs_with_equal_names_are_kept_separate(tmp_path):
@@ -220,25 +184,15 @@ def test_duplicate_damaged_and_unfinished_runs_are_refused(tmp_path, capsys):
             report.main(list(map(str, workdirs)))
 
 
-def test_runs_without_a_position_have_the_models_default(tmp_path):
-    a = workdir(tmp_path / "a", None, rows(((8, 8), 0.9)))
-    report.main([str(a)])
-    page = Page(tmp_path)
-    assert ["a", "vit_digits", "axial_rope", "0", "1"] in page.rows
-    assert "reproduce" not in page.text
-
-
 def test_the_page_of_a_papers_data_set_names_the_command_for_published_numbers(tmp_path):
     results = rows(((224, 224), 0.8), ((384, 384), 0.81), dataset="imagenet")
     a = workdir(tmp_path / "a", "rope_mixed", results, model="deit3_s16")
     (variant,) = rows(((224, 224), 0.5), dataset="imagenet_a")
     add_evaluation(a / "evaluations.json", variant | {"asked": {}})
-    (a / "decay.png").write_bytes(b"\x89PNG")
-    report.main([str(a), "--out", str(tmp_path / "out")])
-    page = Page(tmp_path / "out")
+    report.main([str(a)])
+    page = Page(tmp_path)
     assert "rope_jax reproduce --runs=WORKDIR lists" in page.text
     assert ["a", "imagenet_a", "224x224"] in [row[:3] for row in page.rows]
-    assert "deit3_s16 with rope_mixed: how scores fall with distance" in page.text
 
 
 def test_pictures_of_a_run_depend_on_its_scheme(tmp_path, capsys):
@@ -252,9 +206,39 @@ def test_pictures_of_a_run_depend_on_its_scheme(tmp_path, capsys):
 
 def test_without_matplotlib_the_page_has_no_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(curves.importlib.util, "find_spec", lambda name: None)
-    assert (
-        curves.accuracy_against_resolution({"ape": rows(((8, 8), 0.9))}, tmp_path / "a.png") is None
-    )
     report.main([str(workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)), losses=(1.0,)))])
     assert "<img" not in (tmp_path / "report.html").read_text()
     assert "pip install 'rope_jax[plot]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        ({"seed": 1, "log_every": 5, "plugins": ["math"]}, ["ape"]),  # irrelevant to results
+        ({"seed": 1, "data": {"path": "b"}}, ["ape", "ape (b)"]),
+        ({"options": "width=16,depth=2"}, ["ape, depth=1", "ape, depth=2"]),
+        ({"options": "width=16"}, ["ape, depth=1", "ape"]),
+    ],
+)
+def test_runs_are_labelled_by_what_affects_their_results(tmp_path, monkeypatch, changes, labels):
+    monkeypatch.setattr(plugins, "_loaded", {})
+    a, b = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "ab")
+    if "options" in changes:
+        write_config(a, "ape", options="width=16,depth=1")
+    write_config(b, "ape", **changes)
+    groups = report.group_runs([*report.read_runs(a), *report.read_runs(b)])
+    assert list(groups) == labels
+
+
+def test_other_differences_than_position_and_label_are_named(tmp_path):
+    a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)))
+    b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)), seed=3)
+    write_config(b, "rope2d", options="depth=2", seed=3)
+    groups = report.group_runs([*report.read_runs(a), *report.read_runs(b)])
+    assert comparison_page.unlike(groups) == []
+    write_config(b, "rope2d", epochs=2.0)
+    write_results(b, 1674, rows(((8, 8), 0.8)))
+    report.main([str(a), str(b)])
+    note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
+    assert f"other differences: {note}" in (tmp_path / "comparison.txt").read_text()
+    assert f"Other differences: {note}" in Page(tmp_path).text

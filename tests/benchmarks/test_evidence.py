@@ -89,29 +89,26 @@ def test_accuracies_have_the_most_accurate_scheme_first():
 
 def test_runs_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "SIDES", (8, 12))
-    folder, out = tmp_path / "run", tmp_path / "out.json"
-    save_run(folder, 3, position="ape", seed=4)
-    config = {"seed": 4, "model": {"position": "ape"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    score = {"resolution": [32, 32], "top1": 0.5, "count": 40, "protocol": "whole image"}
-    other = score | {"resolution": [16, 16]}
-    (folder / "results.json").write_text(json.dumps({"step": 3, "eval": [score, other]}))
+    folder, other, out = tmp_path / "run", tmp_path / "other", tmp_path / "out.json"
+    score = {"top1": 0.5, "count": 40, "protocol": "whole image"}
+    scores = [score | {"resolution": [side, side]} for side in (32, 16)]
+    for run, position, changes in ((folder, "ape", {}), (other, "rope2d", {"epochs": 7})):
+        save_run(run, 3, position=position, seed=4)
+        config = {"seed": 4, "model": {"position": position}} | changes
+        (run / "config.json").write_text(json.dumps(config))
+        (run / "results.json").write_text(json.dumps({"step": 3, "eval": scores}))
     collect = lambda *runs: call(
         "evidence", evidence.run, [*map(str, runs), "--out", str(out)], "evidence"
     )
     collect(folder)
     (row,) = json.loads(out.read_text())["runs"]
     assert (row["position"], row["seed"]) == ("ape", 4)
-    assert [{**x, "protocol": "whole image"} for x in row["eval"]] == [score, other]
+    assert [{**x, "protocol": "whole image"} for x in row["eval"]] == scores
     assert {*row["attention"]} == {"8", "12"}
     assert row["attention"]["12"]["entropy"][0] > row["attention"]["8"]["entropy"][0] > 0
     monkeypatch.setattr(evidence, "read_row", lambda run: pytest.fail("it is in the file"))
     (tmp_path / "unfinished").mkdir()
     collect(folder, tmp_path / "unfinished", out)
     assert json.loads(out.read_text())["runs"] == [row]
-    save_run(tmp_path / "other", 3, position="rope2d", seed=4)
-    config["model"]["position"], config["epochs"] = "rope2d", 7
-    (tmp_path / "other/config.json").write_text(json.dumps(config))
-    (tmp_path / "other/results.json").write_bytes((folder / "results.json").read_bytes())
     with pytest.raises(SystemExit, match="trained with another recipe"):
-        collect(tmp_path / "other")
+        collect(other)

@@ -7,7 +7,7 @@ import pytest
 import benchmarks
 from benchmarks import _runner
 from benchmarks._gpus import A100, H200, KINDS, TARGET, absent_gpus, describe
-from tests import postponed
+from tests.refusals import expect_refusal
 
 ONE = [1]
 
@@ -46,25 +46,18 @@ def test_a_function_is_a_command(tmp_path):
     assert {"torch", "jax", "kernels"} <= set(result["versions"])
 
 
-def test_optional_words_and_lists_are_options(tmp_path):
-    out = tmp_path / "x.json"
-    for argv, got in (([], [None, None]), (["--table=D.1", "--sizes", "1", "2"], ["D.1", [1, 2]])):
-        _runner.call("some", postponed.measure, [*argv, f"--out={out}"], "python -m some")
-        assert json.loads(out.read_text())["got"] == got
-
-
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("function", "argv", "message"),
     [
-        (["c"], "part: must be one of a, b, not 'c'"),
-        (["a", "--turns=x"], "--turns: must be a whole number, not 'x'"),
-        ([], "required"),
+        (measure, ["c"], "part: must be one of a, b, not 'c'"),
+        (measure, ["a", "--turns=x"], "--turns: must be a whole number, not 'x'"),
+        (measure, [], "required: part"),
+        (lambda keep: None, ["--", "--x"], "unexpected arguments --x"),
     ],
 )
-def test_wrong_arguments_are_refused(argv, message, capsys):
-    with pytest.raises(SystemExit):
-        _runner.call("some", measure, argv, "python -m some")
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_are_refused(function, argv, message, capsys):
+    with expect_refusal(capsys, message):
+        _runner.call("some", function, argv, "python -m some")
 
 
 def test_earlier_results_are_continued_if_settings_match(tmp_path):
@@ -78,12 +71,6 @@ def test_earlier_results_are_continued_if_settings_match(tmp_path):
     for text in ("half a resu", *(json.dumps(result | other) for other in others)):
         out.write_text(text)
         assert _runner.earlier_result(out, "some", settings) == {}
-
-
-def test_unexpected_flags_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        _runner.call("some", lambda keep: None, ["--", "--x"], "python -m some")
-    assert "unexpected arguments --x" in capsys.readouterr().err
 
 
 def test_every_module_has_help(capsys):

@@ -1,6 +1,8 @@
 """The command `rope_jax compare`."""
 
 import json
+import re
+import types
 
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ from rope_jax.commands import compare
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from tests.faults.attacks.files import write_images
+from tests.refusals import expect_refusal
 
-POSITIONS = "--positions=ape,rope2d(base=50)+ape"
 TINY = ["--config.model.options=depth=1,width=16,heads=1", "--config.epochs=0.5"]
 
 
@@ -25,37 +27,6 @@ def plan(*arguments):
 
 def first_config(planned):
     return next(iter(planned.values()))
-
-
-def test_images_in_memory_train_all_seeds_in_one_step(tmp_path):
-    planned = plan("--config=digits:seed=2", POSITIONS, f"--out={tmp_path}")
-    names = ["ape-seeds3", "rope2d(base=50)+ape-seeds3"]
-    assert list(planned) == [tmp_path / name for name in names]
-    assert [config.model.position for config in planned.values()] == ["ape", "rope2d(base=50)+ape"]
-    for config in planned.values():
-        assert (config.seed, config.seeds, config.data.on_device) == (2, 3, True)
-
-
-def test_one_seed_runs_as_in_the_recipe():
-    """Its folder matches earlier versions of `make compare`, so their runs are found."""
-    planned = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
-    assert list(map(str, planned)) == ["runs/compare/none", "runs/compare/ape"]
-    assert not any(config.data.on_device for config in planned.values())
-
-
-def test_options_are_rows(tmp_path):
-    """They replace those of the same name; the recipe's scheme is trained where none is given."""
-    common = ["--config=digits", "--config.model.options=depth=1,width=16", f"--out={tmp_path}"]
-    planned = plan(*common, "--options=width=32|16,heads=1", "--seeds=1")
-    options = ["depth=1,width=32,heads=1", "depth=1,width=16,heads=1"]
-    assert [config.model.options for config in planned.values()] == options
-    names = ["rope_mixed-width=32,heads=1", "rope_mixed-width=16,heads=1"]
-    assert [workdir.name for workdir in planned] == names
-    product = plan(*common, "--options=heads=1|2,attention=global", "--positions=ape,none")
-    names = ["ape-heads=1", "ape-heads=2", "none-heads=1", "none-heads=2"]
-    assert [workdir.name for workdir in product] == [f"{x},attention=global-seeds3" for x in names]
-    alone = plan(*common, "--options=heads=1|2", "--config.model.position=ape", "--seeds=2")
-    assert [workdir.name for workdir in alone] == ["ape-heads=1-seeds2", "ape-heads=2-seeds2"]
 
 
 def test_the_models_scheme_is_trained_if_the_recipe_names_none(tmp_path):
@@ -82,24 +53,16 @@ def test_streamed_images_are_trained_seed_by_seed(tmp_path):
     assert [workdir.name for workdir in planned] == ["ape", "none", "ape-1", "none-1"]
     assert [config.seed for config in planned.values()] == [0, 0, 1, 1]
     config = first_config(planned)
-    assert (config.model.name, config.data.source, config.data.path) == (
-        "deit3_s16",
-        "folder",
-        str(folder),
-    )
+    assert (config.model.name, config.data.path) == ("deit3_s16", str(folder))
     assert config.eval.resolutions == ((96, 96), (64, 128))
     assert first_config(plan(f"--path={folder}", *common)).eval.resolutions == (
         160,
         288,
         320,
     )
-    recipe_plan = plan(
-        f"--path={folder}", "--config=deit3:variant=ti", "--config.optim.b1=0.8", *common
-    )
-    assert (first_config(recipe_plan).data.path, first_config(recipe_plan).optim.b1) == (
-        str(folder),
-        0.8,
-    )
+    recipe = ["--config=deit3:variant=ti", "--config.optim.b1=0.8"]
+    config = first_config(plan(f"--path={folder}", *recipe, *common))
+    assert (config.data.path, config.optim.b1) == (str(folder), 0.8)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +107,12 @@ def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
     folder = pictures(tmp_path / "my, images=1")
     common = ["--model=vit_digits", "--positions=ape,none", "--seeds=1", *TINY]
     for recipe in ([], ["--config=own_images"]):
-        planned = plan(f"--path={folder}", *recipe, *common)
-        assert (first_config(planned).data.source, first_config(planned).data.path) == (
-            "folder",
-            str(folder),
-        )
-    (tmp_path / "images.zip").touch()
-    with pytest.raises(ConfigError, match=r"images\.zip"):
-        plan(f"--path={tmp_path / 'images.zip'}", *common)
-    (tmp_path / "images.npz").touch()
-    for recipe in ([], ["--config=digits"]):
-        with pytest.raises(ConfigError, match=r"images\.npz"):
-            plan(f"--path={tmp_path / 'images.npz'}", *recipe, *common)
+        data = first_config(plan(f"--path={folder}", *recipe, *common)).data
+        assert (data.source, data.path) == ("folder", str(folder))
+    for name, *recipe in (["images.zip"], ["images.npz"], ["images.npz", "--config=digits"]):
+        (tmp_path / name).touch()
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            plan(f"--path={tmp_path / name}", *recipe, *common)
 
 
 def test_images_stay_on_the_device_if_they_fit(monkeypatch):
@@ -164,16 +121,11 @@ def test_images_stay_on_the_device_if_they_fit(monkeypatch):
     assert [(config.seed, config.data.on_device) for config in on_host.values()] == [
         (seed, False) for seed in (0, 0, 1, 1)
     ]
-
-    class Device:
-        bytes = 1437 * 8 * 8 * 3  # of the training images
-
-        def memory_stats(self):
-            return {"bytes_limit": self.bytes}
-
-    monkeypatch.setattr(compare.jax, "local_devices", lambda: [Device()])
+    memory = 1437 * 8 * 8 * 3  # of the training images
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": memory})
+    monkeypatch.setattr(compare.jax, "local_devices", lambda: [device])
     assert len(plan(*arguments)) == 4
-    monkeypatch.setattr(Device, "bytes", 2 * Device.bytes)
+    memory *= 2
     assert [config.seeds for config in plan(*arguments).values()] == [2, 2]
 
 
@@ -189,10 +141,8 @@ def test_images_stay_on_the_device_if_they_fit(monkeypatch):
     ],
 )
 def test_other_arguments_are_refused(argument, hint, capsys):
-    with pytest.raises(SystemExit) as caught:
+    with expect_refusal(capsys, hint):
         plan("--config=digits", argument)
-    assert caught.value.code == 2
-    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -200,16 +150,61 @@ def test_comparisons_are_trained_once_and_end_with_tables(tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
     compare.main(arguments)
-    output = capsys.readouterr().out
-    assert "[2/2] rope2d, 2 seeds" in output
     table = (out / "comparison.txt").read_text()
-    assert table in output
+    assert table in capsys.readouterr().out
     rows = json.loads((out / "ape-seeds2" / "results.json").read_text())["eval"]
     assert {row["seed"] for row in rows} == {0, 1}
     assert "difference from ape in percentage points [95 % interval]" in table
     for name in ("report.html", "comparison.png", "differences.png"):
         assert (out / name).stat().st_size > 1000
     compare.main(arguments)
-    again = capsys.readouterr().out
-    assert again.count(": training is complete") == 2
+    assert capsys.readouterr().out.count(": training is complete") == 2
     assert (out / "comparison.txt").read_text() == table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names", "seeds"),
+    [
+        (
+            ["--positions=ape,rope2d(base=50)+ape"],
+            ["ape-seeds3", "rope2d(base=50)+ape-seeds3"],
+            3,
+        ),
+        (["--positions=none,ape,ape", "--seeds=1"], ["none", "ape"], 1),
+        (
+            ["--options=width=32|16,heads=1", "--seeds=1"],
+            ["rope_mixed-width=32,heads=1", "rope_mixed-width=16,heads=1"],
+            1,
+        ),
+        (
+            ["--options=heads=1|2,attention=global", "--positions=ape,none"],
+            [
+                f"{x},attention=global-seeds3"
+                for x in ("ape-heads=1", "ape-heads=2", "none-heads=1", "none-heads=2")
+            ],
+            3,
+        ),
+        (
+            ["--options=heads=1|2", "--config.model.position=ape", "--seeds=2"],
+            ["ape-heads=1-seeds2", "ape-heads=2-seeds2"],
+            2,
+        ),
+    ],
+)
+def test_rows_are_schemes_and_options(arguments, names, seeds):
+    """Several seeds of images in memory are one run; the recipe's scheme is the default.
+
+    The folders of one seed match earlier versions of `make compare`, so their runs are found.
+    """
+    first = seeds - 1
+    planned = plan(f"--config=digits:seed={first}", *arguments)
+    assert list(map(str, planned)) == [f"runs/compare/{name}" for name in names]
+    settings = {(config.seed, config.seeds, config.data.on_device) for config in planned.values()}
+    assert settings == {(first, seeds, seeds > 1)}
+
+
+def test_options_replace_those_of_the_recipe():
+    common = ["--config=digits", "--config.model.options=depth=1,width=16"]
+    planned = plan(*common, "--options=width=32|16,heads=1")
+    options = ["depth=1,width=32,heads=1", "depth=1,width=16,heads=1"]
+    assert [config.model.options for config in planned.values()] == options

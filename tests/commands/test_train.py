@@ -1,7 +1,9 @@
 """The command `python -m rope_jax.main`: its flags, exit statuses, messages and signals."""
 
+import dataclasses
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
 from rope_jax.training.signals import Interrupted
 from tests.faults.attacks import ENDLESS, expect_saved, start
+from tests.refusals import expect_refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -44,10 +47,17 @@ def interruption(name, *, saved, alone=False):
             1,
             "Out of memory); use a smaller --config.batch_size",
         ),
+        (
+            jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset"),
+            1,
+            "another process was lost",
+        ),
     ],
 )
-def test_exit_statuses(error, status, words, capsys):
-    with pytest.raises(SystemExit) as caught, exits.exit_statuses("runs/x", distributed=False):
+def test_exit_statuses(error, status, words, monkeypatch, capsys):
+    monkeypatch.setattr(exits, "_LAST_WORDS", 0)
+    distributed = "Gloo" in str(error)
+    with pytest.raises(SystemExit) as caught, exits.exit_statuses("a", distributed=distributed):
         raise error
     assert caught.value.code == status
     assert words in capsys.readouterr().err
@@ -58,14 +68,6 @@ def test_a_saved_stop_is_not_a_failure(capsys):
         raise interruption("SIGINT", saved=True)
     message = "stopped by SIGINT; saved in runs/x: run the same command to resume\n"
     assert capsys.readouterr().out == message
-
-
-def test_lost_processes_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(exits, "_LAST_WORDS", 0)
-    with pytest.raises(SystemExit) as caught, exits.exit_statuses("runs/x", distributed=True):
-        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset")
-    assert caught.value.code == 1
-    assert "another process was lost" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -89,32 +91,14 @@ def test_lost_processes_are_named(monkeypatch, capsys):
         (["--strict_restore=maybe"], "--strict_restore: must be True or False, not 'maybe'"),
     ],
 )
-def test_wrong_flags_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
+def test_wrong_flags_are_refused(arguments, message, capsys):
+    with expect_refusal(capsys, message):
         train.parse(["--config=digits", "--workdir=runs/x", *arguments])
-    assert caught.value.code == 2
-    errors = capsys.readouterr().err
-    assert message in errors
-    assert len(errors.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("argument", "missing"), [("--config=digits", "--workdir"), ("--workdir=x", "--config")]
-)
-def test_recipe_and_folder_are_required(argument, missing, capsys):
-    with pytest.raises(SystemExit) as caught:
-        train.parse([argument])
-    assert caught.value.code == 2
-    assert f"the following arguments are required: {missing}" in capsys.readouterr().err
 
 
 def test_flags_have_several_spellings():
     options, _ = train.parse(["--config=digits", "--workdir=x"])
-    assert (options.strict_restore, options.distributed, options.resume_override) == (
-        False,
-        False,
-        "",
-    )
+    assert (options.strict_restore, options.distributed) == (False, False)
     words = ["-config", "digits", "--workdir", "runs/x", "--resume_override=seed,batch_size"]
     words += ["--plugins=one", "--plugins=two", "--distributed=true", "--strict_restore"]
     words += ["--config.data.path=/a b", "--config.epochs", "3", "--config.tensorboard"]
@@ -142,11 +126,8 @@ def test_the_next_command_keeps_the_arguments(monkeypatch):
         "--config.model.position=rope2d",
         "--workdir=runs/a_rope2d",
     ]
-
-
-def test_runs_from_weights_have_no_next_command():
-    config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
-    assert train.next_command(config, pathlib.Path("runs/a")) is None
+    from_weights = dataclasses.replace(config, init_from="weights.npz")
+    assert train.next_command(from_weights, pathlib.Path("runs/a")) is None
 
 
 @pytest.mark.parametrize(
@@ -162,9 +143,8 @@ def test_the_next_command_has_a_scheme_that_fits_the_model(options, other, monke
 
 @pytest.mark.process
 def test_missing_devices_are_reported_in_one_line(tmp_path):
-    arguments = ["--config=configs/digits.py", f"--workdir={tmp_path}/run"]
     done = subprocess.run(
-        [sys.executable, "-m", "rope_jax.main", *arguments],
+        [sys.executable, "-m", "rope_jax.main", "--config=digits", f"--workdir={tmp_path}/run"],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cuda"},
         capture_output=True,
@@ -172,10 +152,9 @@ def test_missing_devices_are_reported_in_one_line(tmp_path):
         timeout=300,
     )
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()[-1:]
-    assert line.startswith("rope_jax: jax has no device")
-    assert "JAX_PLATFORMS=cpu" in line
     assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert re.match("rope_jax: jax has no device.* JAX_PLATFORMS=cpu", line), line
 
 
 @pytest.mark.process

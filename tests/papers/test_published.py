@@ -67,39 +67,6 @@ def test_published_numbers_name_existing_models_and_schemes():
         nnx.eval_shape(lambda position=position: create_position(position, stage, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize(
-    ("model", "position", "size", "answer"),
-    [
-        ("vit_s16", "axial_rope(shared=True,k_rope=8)", 224, [81.51, 81.5]),  # 4.2 and B.3
-        ("vit_s16", "axial_rope(k_rope=1,shared=True)", 128, [62.85]),
-        ("vit_s16", "rope2d(k_rope=4)", 512, [63.8]),
-        ("vit_s16", "rpb(std=0.1)", 224, [81.2, 81.22, 81.22]),  # 4.1 to 4.3
-        ("nat_base", "none", 224, [84.0]),
-        ("dinat_s_base", "axial_rope", 224, [84.0]),
-        ("deit3_s16", "rope_mixed+ape", 96, [58.5]),
-        ("deit_ti16", "lape(ape)", 224, [73.11]),
-        ("cat_5", "cat_rope", 224, [38.9, 38.9]),
-    ],
-)
-def test_numbers_are_found_by_model_scheme_and_size(model, position, size, answer):
-    key = {"dataset": "imagenet", "resolution": [size, size], "quantity": "top1"}
-    cells = find_published(model=model, position=position, **key)
-    assert [cell.value for cell in cells] == answer
-
-
-def test_options_that_change_a_model_are_part_of_its_identity():
-    find = lambda options: [
-        cell.value
-        for cell in find_published(
-            model="cat_5", position="cat_rope", options=options, quantity="top1"
-        )
-    ]
-    assert find("imprint=none") == [38.3]
-    assert find("imprint=tanh,drop_path=0.1") == [36.2]
-    assert find("imprint=paper") == find("") == [38.9, 38.9]
-    assert find("depth=1") == []
-
-
 def test_recipes_match_the_tables():
     """Compares printed settings with the recipes that follow the tables."""
     folder = pathlib.Path(__file__).parents[2] / "configs"
@@ -114,3 +81,27 @@ def test_recipes_match_the_tables():
         ]
         assert differences == table.get("differs", []), table
         assert not differences or table["note"]
+
+
+@pytest.mark.parametrize(
+    ("model", "position", "options", "size", "answer"),
+    [
+        ("vit_s16", "axial_rope(shared=True,k_rope=8)", "", 224, [81.51, 81.5]),  # 4.2 and B.3
+        ("vit_s16", "axial_rope(k_rope=1,shared=True)", "", 128, [62.85]),
+        ("vit_s16", "rope2d(k_rope=4)", "", 512, [63.8]),
+        ("vit_s16", "rpb(std=0.1)", "", 224, [81.2, 81.22, 81.22]),  # 4.1 to 4.3
+        ("nat_base", "none", "", 224, [84.0]),
+        ("dinat_s_base", "axial_rope", "", 224, [84.0]),
+        ("deit3_s16", "rope_mixed+ape", "", 96, [58.5]),
+        ("deit_ti16", "lape(ape)", "", 224, [73.11]),
+        ("cat_5", "cat_rope", "", 224, [38.9, 38.9]),
+        ("cat_5", "cat_rope", "imprint=paper", 224, [38.9, 38.9]),  # the default
+        ("cat_5", "cat_rope", "imprint=none", 224, [38.3]),
+        ("cat_5", "cat_rope", "imprint=tanh,drop_path=0.1", 224, [36.2]),  # the same weights
+        ("cat_5", "cat_rope", "depth=1", 224, []),
+    ],
+)
+def test_numbers_are_found_by_model_scheme_options_and_size(model, position, options, size, answer):
+    key = {"dataset": "imagenet", "resolution": [size, size], "quantity": "top1"}
+    cells = find_published(model=model, position=position, options=options, **key)
+    assert [cell.value for cell in cells] == answer
