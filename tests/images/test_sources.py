@@ -147,6 +147,7 @@ IDX, DAMAGED = "train-images-idx3-ubyte", r"not (an \.npz|a valid idx) file|arra
             ],
             [DAMAGED],
         ),
+        (f"{IDX}.gz", rewrite(lambda data: data[:10] + b"\xff" * 4 + data[14:]), DAMAGED),
         (
             "stored.npz",
             rewrite(lambda data: data.replace(b"(400, 5, 6)", b"(200, 5, 6)")),

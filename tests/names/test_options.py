@@ -101,7 +101,7 @@ def test_values_are_converted_or_refused(annotation, allowed, refused):
 
 
 def crop(
-    image, *, pad: int = 4, scale: float = 1.0, flip: bool = False, fill: str = "edge", rngs=0
+    image: int, *, pad: int = 4, scale: float = 1.0, flip: bool = False, fill: str = "edge", rngs=0
 ):
     pass
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_jax.names.notation import Call, assignments, parse
-from rope_jax.names.text import image_pair, markdown_table
+from rope_jax.names.text import format_table, image_pair, markdown_table
 
 
 def single_call(name, *inner, **options):
@@ -158,6 +158,12 @@ def test_other_sizes_are_refused(size):
 
 def test_tables():
     header, rows = ("name", "size", "top-1"), [("rpb", "8x8", "0.98"), ("a", "-", "-1.5")]
+    assert format_table(header, rows).splitlines() == [
+        "name  size  top-1",
+        "----  ----  -----",
+        "rpb    8x8   0.98",
+        "a     -      -1.5",
+    ]
     assert markdown_table(header, rows).splitlines() == [
         "| name | size | top-1 |",
         "| --- | --- | --- |",
