@@ -88,21 +88,8 @@ class Windows:
         """
         self.size, self.stride, self.multiple, self.exact = size, stride, multiple, exact
         self.batch = -(-batch // mesh.size) * mesh.size if size else mesh.size
-        self._mesh = mesh
-        # Functions of this object, so that `programs` counts its own.
-        partial = functools.partial
-        self._apply = jax.jit(partial(apply), out_shardings=replicate(mesh))
-        self._add_windows = jax.jit(partial(_add_windows), donate_argnums=0)
-        self._probabilities = jax.jit(partial(_probabilities, probabilities))
-
-    def programs(self) -> dict[str, int]:
-        """The numbers of compiled programs, of the model and for canvases."""
-        functions = {
-            "model": self._apply,
-            "windows": self._add_windows,
-            "canvas": self._probabilities,
-        }
-        return {name: function._cache_size() for name, function in functions.items()}
+        self._mesh, self._probabilities = mesh, probabilities
+        self._apply = jax.jit(apply, out_shardings=replicate(mesh))
 
     def scores(
         self,
@@ -146,7 +133,7 @@ class Windows:
             matrix[:after, :before] = bilinear_matrix(before, after)
         if flipped:
             columns[: original[1]] = columns[: original[1]][::-1]
-        return self._probabilities(sums, count, rows, columns)
+        return _canvas_probabilities(self._probabilities, sums, count, rows, columns)
 
     def _sums(
         self, weights: Any, image: Float[np.ndarray, "h w 3"], window: Size, canvas: Size
@@ -170,10 +157,11 @@ class Windows:
                 wide = jnp.promote_types(logits.dtype, jnp.float32)
                 shape = (*canvas, logits.shape[-1])
                 sums = jnp.zeros(shape, wide, device=replicate(self._mesh))
-            sums = self._add_windows(sums, logits, starts[indices], len(starts) - first)
+            sums = _add_windows(sums, logits, starts[indices], len(starts) - first)
         return sums, np.maximum(count, 1)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def _add_windows(
     sums: Float[Array, "H W K"],
     logits: Float[Array, "B h w K"],
@@ -191,7 +179,8 @@ def _add_windows(
     return jax.lax.fori_loop(0, jnp.minimum(count, len(starts)), add, sums)
 
 
-def _probabilities(
+@functools.partial(jax.jit, static_argnums=0)
+def _canvas_probabilities(
     probabilities: Callable[[Array], Array],
     sums: Float[Array, "h w K"],
     count: Float[Array, "h w"],

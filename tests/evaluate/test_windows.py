@@ -76,10 +76,20 @@ def test_overlapping_windows_are_averaged_before_the_softmax():
     np.testing.assert_allclose(scores[:, 0], jax.nn.sigmoid(total / count), atol=1e-6)
 
 
-def test_images_of_similar_sizes_share_programs():
-    windows = make()
-    for height, width in [(17, 20), (18, 24), (23, 19), (24, 24)]:  # one bucket, 24 x 24
-        windows.scores(WEIGHTS, [(picture(height, width), False)], (height, width))
-    assert windows.programs() == {"model": 1, "windows": 1, "canvas": 1}
-    windows.scores(WEIGHTS, [(picture(33, 40), False)], (17, 17))
-    assert windows.programs() == {"model": 1, "windows": 2, "canvas": 2}
+def test_images_of_similar_sizes_share_programs(caplog):
+    def model(weights, images):
+        return images @ weights
+
+    windows = Windows(model, size=(8, 8), stride=5, batch=3, mesh=make_mesh())
+
+    def compiled(*sizes):
+        """Names of the programs that images of these sizes need."""
+        caplog.clear()
+        with jax.log_compiles():
+            for size in sizes:
+                windows.scores(WEIGHTS, [(picture(*size), False)], size)
+        return [x.message for x in caplog.records if x.message.startswith("Compiling jit")]
+
+    assert "jit(model)" in str(compiled((17, 20)))
+    assert compiled((18, 24), (23, 19), (24, 24)) == []  # one bucket, 24 x 24
+    assert "jit(model)" not in str(compiled((33, 40)))
