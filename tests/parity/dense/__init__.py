@@ -90,10 +90,10 @@ def load(golden, dtype, source):
     return model
 
 
-def draw_maps(case, dtype, batch=1):
-    """The fixed maps of a case, [B, H, W, C]."""
+def draw_maps(case, dtype):
+    """The fixed maps of a case, [1, H, W, C]."""
     return [
-        noise(batch, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
+        noise(1, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
         for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
     ]
 
