@@ -40,6 +40,11 @@ def test_python_of_the_pages_runs(code, tmp_path, monkeypatch):
     exec(code, {})
 
 
+def test_pages_have_no_placeholders():
+    for text in (README, *PAGES.values()):
+        assert not re.search(r"@[A-Z]+@|TODO|TBD|(?<!estimated, )not measured", text)
+
+
 def names_in_column(text, column):
     """The names in backquotes of a column of all tables, with {a,b} expanded."""
     names = set()

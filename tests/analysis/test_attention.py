@@ -11,6 +11,7 @@ from rope_jax.analysis.attention import (
     AttentionLayer,
     attention_maps,
     attention_statistics,
+    attention_weights,
     row_statistics,
 )
 from rope_jax.models.attention import _spread
@@ -53,6 +54,18 @@ def test_weights_on_prefix_tokens_are_left_out():
     np.testing.assert_allclose(distance / 2, np.full(3, expected), rtol=1e-5)
     expected = scipy.special.entr(kept).sum(1).mean()
     np.testing.assert_allclose(entropy / 2, np.full(3, expected), rtol=1e-5)
+
+
+def test_weights_of_a_padded_map_exclude_padding():
+    weights = np.arange(81, dtype=np.float32).reshape(9, 9)  # 3 x 3 tokens, of which 3 x 2 exist
+    attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values.reshape(2, 9, 1, 4))
+    layer = AttentionLayer(attend, (2, 3, 3, 1, 4), (3, 2), 0, jnp.float32)
+    chunks = [attention_weights(layer, int(first))[0, :, 0] for first in layer.chunks]
+    real_tokens = [0, 1, 3, 4, 6, 7]
+    np.testing.assert_array_equal(
+        np.concatenate(chunks, 1)[:, :6], weights[real_tokens][:, real_tokens]
+    )
+    assert not chunks[1][:, 2:].any()  # keys beyond the map
 
 
 @pytest.mark.parametrize(

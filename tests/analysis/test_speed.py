@@ -1,3 +1,4 @@
+import functools
 import itertools
 import types
 
@@ -69,8 +70,13 @@ def test_every_step_of_a_loop_computes_separately(in_place):
 
 def test_turns_alternate_and_medians_are_taken():
     calls, times = [], {"a": iter([1.0, 9.0, 2.0]), "b": iter([5.0, 4.0, 6.0])}
-    timer = lambda name: lambda: calls.append(name) or next(times[name])
-    assert timing.take_turns({name: timer(name) for name in times}, 3) == {"a": 2.0, "b": 5.0}
+
+    def take(name):
+        calls.append(name)
+        return next(times[name])
+
+    timers = {name: functools.partial(take, name) for name in times}
+    assert timing.take_turns(timers, 3) == {"a": 2.0, "b": 5.0}
     assert calls == ["a", "b"] * 3
 
 
@@ -78,7 +84,11 @@ def test_turns_alternate_and_medians_are_taken():
 def test_throughput_of_a_model(fused, monkeypatch):
     """All calls are plain XLA unless `fused`, and the clock shows one second for every turn."""
     seconds, taken, run = itertools.count(), set(), dispatch.run
-    note = lambda op, name, arguments, tile=(): taken.add(name) or run(op, "xla", arguments)
+
+    def note(op, name, arguments, tile=()):
+        taken.add(name)
+        return run(op, "xla", arguments)
+
     monkeypatch.setattr(dispatch, "resolve", lambda *_: "triton")  # the default
     monkeypatch.setattr(dispatch, "run", note)
     monkeypatch.setattr(speed, "device", GPU)
@@ -93,7 +103,11 @@ def test_throughput_of_a_model(fused, monkeypatch):
 def test_weights_have_the_dtype_of_the_images(monkeypatch):
     """Except those of the position, which need float32."""
     made = []
-    record = lambda step, new_state, images: made.append((new_state()[0], images)) or new_state
+
+    def record(step, new_state, images):
+        made.append((new_state()[0], images))
+        return new_state
+
     monkeypatch.setattr(speed, "compile_program", record)
     images = jax.ShapeDtypeStruct((2, 8, 8, 3), "float16")
     speed.compile_forward("vit_digits", "rope_mixed", images, depth=1)

@@ -268,7 +268,7 @@ def compile_program(gpus, mesh_shape, folder, f, shapes, *, specs=None, donate=(
 
 
 def run_alone(f, *args) -> None:
-    """f(*args) in a process of its own: Mosaic GPU compiles for one generation of GPUs in each."""
+    """Runs f(*args) in its own process: Mosaic GPU compiles for one kind of GPU in each."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         pool.submit(f, *args).result()

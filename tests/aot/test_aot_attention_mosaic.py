@@ -49,7 +49,7 @@ def forward(name):
 
 
 def check(kernel, tensors_out, registers=255, spilled=0, elsewhere=256, product="wgmma.mma_async"):
-    """Checks a kernel's limits, and that it writes as many tiles and no runs of bytes.
+    """Checks a kernel's limits, and that it writes `tensors_out` tiles and no runs of bytes.
 
     The copy engine clips tiles to the array, and would not clip a run of bytes.
     """

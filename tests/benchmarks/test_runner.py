@@ -7,6 +7,7 @@ import pytest
 import benchmarks
 from benchmarks import _runner
 from benchmarks._gpus import A100, H200, KINDS, TARGET, absent_gpus, describe
+from tests import postponed
 from tests.refusals import expect_refusal
 
 ONE = [1]
@@ -44,6 +45,13 @@ def test_a_function_is_a_command(tmp_path):
     assert (result["benchmark"], result["settings"]) == ("some", {"turns": 5})
     assert result["machine"]["platform"] == "cpu"
     assert {"torch", "jax", "kernels"} <= set(result["versions"])
+
+
+def test_optional_words_and_lists_are_options(tmp_path):
+    out = tmp_path / "x.json"
+    for argv, got in (([], [None, None]), (["--table=D.1", "--sizes", "1", "2"], ["D.1", [1, 2]])):
+        _runner.call("some", postponed.measure, [*argv, f"--out={out}"], "python -m some")
+        assert json.loads(out.read_text())["got"] == got
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,11 @@ def command(tmp_path):
 def figures(monkeypatch):
     """Records the figures that are saved."""
     drawn, save = [], Figure.savefig
-    record = lambda figure, *path, **options: drawn.append(figure) or save(figure, *path, **options)
+
+    def record(figure, *path, **options):
+        drawn.append(figure)
+        return save(figure, *path, **options)
+
     monkeypatch.setattr(Figure, "savefig", record)
     return drawn
 

@@ -14,7 +14,7 @@ from rope_jax.training.setup import assemble, create, initial_state, prepare, tr
 from rope_jax.training.step import make_step
 from tests.config.test_recipes import DENSE, RECIPES, resolve_recipe
 from tests.images.coco_set import write_coco
-from tests.images.test_pairs import write_pairs as masks
+from tests.images.test_pairs import write_pairs
 
 
 def predicts_pixels(config):
@@ -185,12 +185,12 @@ SMALL = [
     ("lape:resolution=32", photographs, PLAIN, CLASSES),
     ("swin:resolution=32", photographs, f"{STAGES},window_size=4", CLASSES),
     ("thesis:resolution=32", photographs, f"{STAGES},kernel_size=3", CLASSES),
-    ("upernet:variant=b,resolution=64", masks,
+    ("upernet:variant=b,resolution=64", write_pairs,
      "patch_size=8,width=32,depth=4,heads=2,drop_path=0.1", PIXELS),
-    ("upernet:variant=adapter_s,position=ape,resolution=64", masks,
+    ("upernet:variant=adapter_s,position=ape,resolution=64", write_pairs,
      "width=32,depth=4,heads=2,groups=(0,1,2,3),prior_width=8,deform_heads=2", PIXELS),
-    ("segmenter:resolution=64", masks, "patch_size=8,width=64,depth=2,heads=2", PIXELS),
-    ("mask2former:resolution=64", masks, FOUR, PIXELS | {"model.head": MASKS}),
+    ("segmenter:resolution=64", write_pairs, "patch_size=8,width=64,depth=2,heads=2", PIXELS),
+    ("mask2former:resolution=64", write_pairs, FOUR, PIXELS | {"model.head": MASKS}),
     ("dino:variant=vit_b,resolution=64", write_coco,
      "patch_size=8,width=32,depth=2,heads=2,class_token=False,attention=window,window_size=4,"
      "global_blocks=(1,),window_padding=tokens,drop_path=0.1", BOXES),

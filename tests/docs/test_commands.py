@@ -193,6 +193,12 @@ SAVED = {
 }
 
 
+def test_commands_are_only_in_code():
+    for path, text in texts():
+        prose = INDENTED.sub("", FENCE.sub("", text))
+        assert not re.search("^(python -m|rope_jax [a-z]+ -)", prose, re.MULTILINE), path
+
+
 def training_words(workdir, page=""):
     """Words of the command that trains in a workdir: the page's last, or the first of any page."""
     if workdir in RUNS:
@@ -241,8 +247,8 @@ def open_weights(where, name=None, position=None):
     linked, _ = links.link_parameters(model, own.own(model), own.OWN)
     shapes = {link.key: (link.slot.shape, np.dtype("float32")) for link in linked}
     text = metadata.Metadata.from_model(model, {}).to_json()
-    about = metadata.Metadata.from_json(text, where)
-    yield files.WeightsFile(shapes, np.zeros, own.OWN, about, where)
+    description = metadata.Metadata.from_json(text, where)
+    yield files.WeightsFile(shapes, np.zeros, own.OWN, description, where)
 
 
 def open_listed(where, *classifier, saved=None):

@@ -90,6 +90,8 @@ def test_damaged_results_are_refused_or_set_aside(tmp_path, content, name, capsy
 def test_results_and_evaluations_are_read_and_extended(tmp_path):
     """Other entries, such as those of earlier versions, are ignored."""
     write_results(tmp_path, 7, ROWS)
+    results = json.loads((tmp_path / "results.json").read_text())
+    (tmp_path / "results.json").write_text(json.dumps(results | {"sha256": "x"}))
     assert read_results(tmp_path) == usable_results(tmp_path) == {"step": 7, "eval": ROWS}
     path, rows = tmp_path / "evaluations.json", [{"asked": seed, "top1": 0.5} for seed in range(3)]
     path.write_text(json.dumps({"rows": rows[:2], "sha256": "x"}))

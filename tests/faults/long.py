@@ -139,7 +139,7 @@ def check_killed(run: Run, workdir: pathlib.Path) -> int:
 
 
 def flip_bit(content: bytes, place: int) -> bytes:
-    """The content with another value of this bit."""
+    """The content with one bit flipped; bit 0 is the last."""
     return (int.from_bytes(content) ^ 1 << place).to_bytes(len(content))
 
 
@@ -148,11 +148,17 @@ def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
     content = path.read_bytes()
     if kind == "delete":
         path.unlink()
-    elif any(content):
-        place = int(rng.integers(8 * len(content)))
-        damaged = {"flip": flip_bit(content, place), "truncate": content[: place // 8]}
-        path.write_bytes(damaged.get(kind, bytes(len(content))))
-    return kind == "delete" or any(content)
+        return True
+    if not any(content):
+        return False
+    if kind == "flip":
+        content = flip_bit(content, int(rng.integers(8 * len(content))))
+    elif kind == "truncate":
+        content = content[: int(rng.integers(len(content)))]
+    else:
+        content = bytes(len(content))
+    path.write_bytes(content)
+    return True
 
 
 def corruptions(

@@ -70,7 +70,8 @@ def test_training_batches_crop_and_flip_pairs_before_padding(folder):
     for k, draw in enumerate(draws):
         pixels, classes = crop(*images.original(int(batch["index"][k])), (16, 12), draw)
         height, width = batch["extent"][k]
-        flipped.add(mirrored := not np.array_equal(batch["image"][k, :height, :width], pixels))
+        mirrored = not np.array_equal(batch["image"][k, :height, :width], pixels)
+        flipped.add(mirrored)
         step, padding = -1 if mirrored else 1, ((0, 16 - height), (0, 12 - width))
         padded = np.pad(pixels[:, ::step], (*padding, (0, 0)))
         np.testing.assert_array_equal(batch["image"][k], padded)

@@ -4,10 +4,12 @@ import functools
 import json
 import pathlib
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from rope_jax_kernels import (
     Global,
@@ -18,9 +20,9 @@ from rope_jax_kernels import (
     attention_qkv,
     explain,
 )
-from rope_jax_kernels.attention import reference
+from rope_jax_kernels.attention import neighborhood, reference
 from rope_jax_kernels.checks import check_floating, check_rotation, check_terms
-from tests.kernels.attention_pairs import pairs, token_coords
+from tests.kernels.attention_pairs import neighbors, pairs, token_coords
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import draw
 
@@ -192,6 +194,23 @@ def test_neighborhoods_match_natten(case):
     assert [len(x) for x in by_query] == [kernel] * length
     assert [x[0][1] for x in by_query] == case["start"]
     assert [x[0][2] for x in by_query] == case["rpb0"]
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@hypothesis.given(length=st.integers(1, 40), kernel=st.integers(1, 13), dilation=st.integers(1, 12))
+def test_halos_hold_exactly_the_neighborhoods(length, kernel, dilation):
+    axis = neighborhood.plan_axis(length, kernel, dilation)
+    for i in range(length):
+        r, member = i % axis.classes, i // axis.classes
+        tile, place = divmod(member, axis.tile)
+        start = tile * axis.tile - axis.before
+        keys = [
+            r + axis.classes * (start + u) for u in np.flatnonzero(axis.allowed[r, tile, place])
+        ]
+        assert keys == neighbors(length, kernel, dilation, i)
+        offsets = axis.offsets[tile, place][axis.allowed[r, tile, place]]
+        assert [(key - i) // axis.classes for key in keys] == offsets.tolist()
+    assert axis.allowed.any(axis=-1).all()
 
 
 @pytest.mark.parametrize(

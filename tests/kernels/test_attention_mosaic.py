@@ -1,7 +1,5 @@
 """The attention kernels for Mosaic GPU in interpret mode, against "xla" in float64.
 
-Constant biases are tested for Triton's kernels, too.
-
 Interpret mode simulates copies, barriers and shared memory, and the copy engine's behaviour past
 the end of an array. It has no matrix instruction with an operand in registers: products are
 jax.numpy's there. The layout of shared memory and the instructions themselves are tested on a GPU
@@ -188,13 +186,13 @@ def test_a_bias_of_minus_infinity_masks(pattern, busy):
     np.testing.assert_array_equal(result["out"], qkv[..., 2, :, :])
 
 
-CONSTANT = [("triton", *case) for case in SMALL.items()]
-CONSTANT += [("mosaic", Window((7, 7)), (4, 6)), ("mosaic", Neighborhood((3, 3)), (4, 6))]
-
-
 @pytest.mark.parametrize(
     ("kernel", "pattern", "places"),
-    [pytest.param(*x, marks=[pytest.mark.slow] if x in CONSTANT[1:3] else []) for x in CONSTANT],
+    [
+        *(("triton", *case) for case in SMALL.items()),
+        ("mosaic", Window((7, 7)), (4, 6)),
+        ("mosaic", Neighborhood((3, 3)), (4, 6)),
+    ],
 )
 def test_a_bias_that_is_the_same_everywhere_changes_nothing(kernel, pattern, places):
     """Also where tiles have slots past the end of the map; the lowest one leaves numbers finite.

@@ -209,6 +209,24 @@ def test_windows_that_leave_slots_empty(window, name):
 MAP = jnp.linspace(-1, 1, 2 * 4 * 4 * 3 * 2 * 16).reshape(2, 4, 4, 3, 2, 16)
 
 
+@pytest.mark.parametrize(
+    ("kind", "batch", "kernel"),
+    [
+        ("NVIDIA H200", 128, False),  # 38.5 MB, and 48 MB pass in 10 us
+        ("NVIDIA H200", 256, True),
+        ("NVIDIA L4", 16, True),
+        ("NVIDIA L4", 8, False),
+        ("Tesla T4", 256, False),
+    ],
+)
+def test_rotation_in_place_starts_at_ten_microseconds(kind, batch, kernel):
+    x = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
+    rotation = Rotation(jnp.ones((196, 2)), jnp.ones((6, 2, 16)))
+    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
+        text = str(jax.make_jaxpr(lambda q, k: rotate(q, k, rotation))(x, x))
+    assert ("pallas_call" in text) == kernel
+
+
 def attend_map(implementation, qkv, freqs, table):
     rotation = Rotation(jnp.arange(32.0).reshape(16, 2), freqs)
     terms = {"rotation": rotation, "bias": table, "implementation": implementation}
@@ -270,6 +288,13 @@ def test_the_default_is_exported_for_a_cpu(monkeypatch):
 def test_a_named_kernel_is_not_replaced_on_the_cpu(default_gpu):
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
         jax.jit(functools.partial(attend_map, "triton"))(MAP, *FREQS_AND_TABLE)
+
+
+def test_programs_without_a_gpu_do_not_branch_on_the_platform():
+    """The choice is complete before lowering on a machine without a GPU."""
+    assert "platform_index" not in str(
+        jax.make_jaxpr(functools.partial(attend_map, None))(MAP, *FREQS_AND_TABLE)
+    )
 
 
 @pytest.mark.parametrize(("op", "args", "kwargs"), CALLS, ids=lambda x: getattr(x, "__name__", ""))

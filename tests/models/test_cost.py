@@ -80,18 +80,19 @@ BARE = {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
 
 
 @pytest.mark.parametrize(
-    ("name", "head", "settings", "want"),
+    ("name", "head", "settings", "depth", "want"),
     [
-        ("vit_adapter_ti16", "upernet(width=4)", BARE, ADAPTER),
-        ("deit_ti16", MASK2FORMER, {}, DECODER),
+        ("vit_adapter_ti16", "upernet(width=4)", BARE, None, ADAPTER),
+        ("deit_ti16", MASK2FORMER, {}, None, DECODER),
         (
             "deit_ti16",
             "upernet(width=4,auxiliary_width=5)",
             {},
+            2,
             {f"head.{name}": n for name, n in UPERNET.items()},
         ),
     ],
 )
-def test_modules_match_counts_by_hand(name, head, settings, want):
-    products = count(make(name, head, **settings), 2 if "auxiliary" in head else None)
+def test_modules_match_counts_by_hand(name, head, settings, depth, want):
+    products = count(make(name, head, **settings), depth)
     assert {module: products[module] for module in want} == want

@@ -64,12 +64,14 @@ def test_backbones_serve_heads_or_name_those_they_serve(name, head):
     settings = {"head": head, "num_classes": 2, "image_size": size, **shallow(name)}
     settings |= {"operator": "released"} if name == "cat_5" else {}
     one_map = head in ("linear", "segmenter")
-    refusal = {
-        name == "cct_2_3x2" and not one_map: "4 blocks, and cct_2_3x2 has 2: use a deeper",
-        name.startswith("vit_adapter") and one_map: "one map, .* use mask2former or upernet or",
-        (name, head) == ("vit_digits", "segmenter"): "width=96, .* by head_dim=64",
-    }.get(True)
-    if refusal:
+    refusal = None
+    if name == "cct_2_3x2" and not one_map:
+        refusal = "4 blocks, and cct_2_3x2 has 2: use a deeper"
+    elif name.startswith("vit_adapter") and one_map:
+        refusal = "one map, .* use mask2former or upernet or"
+    elif (name, head) == ("vit_digits", "segmenter"):
+        refusal = "width=96, .* by head_dim=64"
+    if refusal is not None:
         with pytest.raises(ValueError, match=refusal):
             abstract(name, **settings)
     else:

@@ -106,7 +106,7 @@ def test_every_family_is_covered():
 
 
 NAMES = [*BACKBONES, *ALIKE]
-# Every scheme in a backbone (in isotropic ones by `test_vit`), and each kind in every backbone.
+# Every scheme in a hierarchy (in isotropic backbones by `test_vit`), each kind in every backbone.
 COMPILED = dict.fromkeys(
     [("swin_t", text) for text in ALL]
     + [(name, text) for name in NAMES for text in ("lape(ape)+rope_mixed", "rpb", "peg+string")]

@@ -13,6 +13,7 @@ import rope_jax
 from rope_jax.models.registry import find_model
 from rope_jax.models.vit import ViTOptions
 from tests.models.small import abstract, abstract_call
+from tests.postponed import PostponedOptions
 
 WINDOWS = {"attention": "window"}
 
@@ -269,3 +270,11 @@ def test_vit_options_are_either_accepted_or_refused(name, more):
     accepted, refused = OF_VIT | more, {*find_model(name).options.fixed}
     assert accepted | refused == {field.name for field in dataclasses.fields(ViTOptions)}
     assert not accepted & refused
+
+
+def test_options_are_checked_by_annotation_and_may_be_none():
+    options = PostponedOptions().override("mine", {"scale": 1, "old": 2.0, "join": "add"})
+    assert repr(options) == "PostponedOptions(scale=1.0, old=2.0, join='add', count=None)"
+    assert options.override("mine", dict.fromkeys(("scale", "old", "join"))) == PostponedOptions()
+    with pytest.raises(ValueError, match=r"mine: count .*, or None, not 0"):
+        options.override("mine", {"count": 0})

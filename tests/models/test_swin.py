@@ -135,17 +135,17 @@ def make_terms(model, position, dilations=None):
 
     def terms(stage, block, grid):
         step = dilations[stage] if dilations and block % 2 else 1
-        kinds = {
-            "rpb": lambda: offsets(
-                model, stage, block, grid, sign=-1 if dilations else 1, step=step
-            ),
-            "cpb": lambda: network_bias(model, stage, block, grid),
-        }
-        angles = {
-            "rope_mixed": lambda: mixed_angles(model, stage, block, grid),
-            "axial_rope": lambda: lambda head: axial(2 << stage)(grid, head),
-        }
-        return tuple(of[position]() if position in of else None for of in (kinds, angles))
+        bias = theta = None
+        if position == "rpb":
+            sign = -1 if dilations else 1
+            bias = offsets(model, stage, block, grid, sign=sign, step=step)
+        elif position == "cpb":
+            bias = network_bias(model, stage, block, grid)
+        elif position == "rope_mixed":
+            theta = mixed_angles(model, stage, block, grid)
+        elif position == "axial_rope":
+            theta = functools.partial(axial(2 << stage), grid)
+        return bias, theta
 
     return terms
 

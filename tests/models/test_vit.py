@@ -27,6 +27,7 @@ PAIRS = [(FAMILIES[index % len(FAMILIES)], text) for index, text in enumerate(DE
 PAIRS += [
     ("deit_ti16", "lape(ape,join=share)"),
     ("deit_ti16", "rpb(prefix=True)"),
+    ("deit_ti16", "rpb(key_norm=True)"),
     ("vit_s16", "irpe+ape"),
     ("deit3_ti16", "gpe+lpe"),
     ("vit_s16", "liere(per_layer=False)"),
@@ -39,7 +40,7 @@ ONE = {"irpe": "deit_ti16", "decomposed": "vit_s16"}
 PAIRS = [(ONE.get(text, name), text) for name, text in PAIRS]
 
 
-# One scheme of each kind; `tests/positions` takes every scheme through its gradients.
+# One scheme of each kind.
 LEARNING = ("lape(ape)", "rpb", "axial_rope_v1")
 QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
 
@@ -94,7 +95,7 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
         ("swinv2_b", {}, np.linspace(0, 0.5, 24)),
     ],
 )
-def test_drop_path_grows_over_all_blocks(name, options, rates):
+def test_drop_path_rates_of_blocks(name, options, rates):
     parts = abstract(name, **options).parts().values()
     np.testing.assert_allclose([x for part in parts for x in part.rates], rates, rtol=1e-12)
 

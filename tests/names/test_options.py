@@ -113,7 +113,8 @@ def rope_log(stage, *, base=100.0, pairs=4, name=None, rngs):  # whose defaults 
 def bind(text):
     """The options of a call of one of these functions."""
     (call,) = parse(text, "position")
-    return convert_options(call.name, dict(call.options), find_options(globals()[call.name]))
+    function = {"crop": crop, "rope_log": rope_log}[call.name]
+    return convert_options(call.name, dict(call.options), find_options(function))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def bind(text):
         ("rope_log(name=None)", {"name": None}),
     ],
 )
-def test_options_are_keyword_only_parameters(text, bound):
+def test_values_of_options_are_converted(text, bound):
     assert repr(bind(text)) == repr(bound)
 
 

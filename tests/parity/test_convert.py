@@ -171,22 +171,21 @@ OFFSETS = "layers.1.blocks.0.attn.relative_position_bias_table"
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "source", "key", "before", "after"),
+    ("name", "position", "source", "key", "before", "after", "window"),
     [
-        ("deit_ti16", "ape", "deit", "pos_embed", 64, (96, 80)),
-        ("deit_ti16", "lape(ape)", "lape", "pos_embed", 64, (96, 80)),
-        ("deit3_s16", "ape", "deit", "pos_embed", 64, (96, 80)),
-        ("vit_s16", "rpb", "nat", "layers.0.attn.rpb", 64, (96, 80)),
-        ("swin_t", "ape", "swin", "absolute_pos_embed", 64, (96, 80)),
-        # A window of 8, for maps that square windows fill, and for others.
-        ("swin_t", "rpb", "swin", OFFSETS, 256, (32, 64)),
-        ("swin_t", "rpb", "swin", OFFSETS, 256, (20, 28)),
+        ("deit_ti16", "ape", "deit", "pos_embed", 64, (96, 80), {}),
+        ("deit_ti16", "lape(ape)", "lape", "pos_embed", 64, (96, 80), {}),
+        ("deit3_s16", "ape", "deit", "pos_embed", 64, (96, 80), {}),
+        ("vit_s16", "rpb", "nat", "layers.0.attn.rpb", 64, (96, 80), {}),
+        ("swin_t", "ape", "swin", "absolute_pos_embed", 64, (96, 80), {}),
+        # For maps that square windows fill, and for others.
+        ("swin_t", "rpb", "swin", OFFSETS, 256, (32, 64), {"window_size": 8}),
+        ("swin_t", "rpb", "swin", OFFSETS, 256, (20, 28), {"window_size": 8}),
     ],
 )
 def test_tables_of_another_map_are_resized_by_the_schemes_rule(
-    name, position, source, key, before, after
+    name, position, source, key, before, after, window
 ):
-    window = {"window_size": 8} if position == "rpb" and name == "swin_t" else {}
     trained = small(name, position, image_size=before, **window)
     model = small(name, position, image_size=after, seed=1, **window)
     state_dict = export_state_dict(trained, source=source)

@@ -424,7 +424,11 @@ def test_only_the_last_failed_checkpoint_ends_the_run(tmp_path, monkeypatch, cap
 )
 def test_signals_before_the_first_step_end_the_run(tmp_path, monkeypatch, owner, name):
     (tmp_path / "checkpoints" / "8.writing").mkdir(parents=True)  # half a checkpoint is none
-    stop = lambda *_: (signal.raise_signal(signal.SIGTERM), pytest.fail("the run went on"))
+
+    def stop(*_):
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the run continued")
+
     monkeypatch.setattr(owner, name, stop)
     with pytest.raises(Interrupted, match="SIGTERM") as caught:
         run(tmp_path)

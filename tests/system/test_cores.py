@@ -99,7 +99,20 @@ def test_memory_settings_of_the_user_have_precedence(monkeypatch, variable):
     assert not cores.keep_freed_memory()
 
 
-def test_libraries_without_thresholds_are_left_alone(monkeypatch):
+@pytest.mark.parametrize("highest", [None, 2**25, 2**30])
+def test_thresholds_follow_the_library(monkeypatch, highest):
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not cores.keep_freed_memory()
+    chosen = {}
+
+    class Library:
+        if highest:
+
+            def mallopt(self, number, value):
+                if number == -3 and value > highest:
+                    return 0
+                chosen[number] = value
+                return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    assert cores.keep_freed_memory() == bool(highest)
+    assert chosen == ({-3: highest, -1: 2**31 - 1, -8: 1} if highest else {})

@@ -10,8 +10,8 @@ from rope_jax.tasks.average_precision import NAMES, ImageDetections, average_pre
 def truth(*boxes):
     """Objects of class 0 whose boxes are x1, y1, x2, y2, and as large as these."""
     boxes = np.array(boxes, float).reshape(-1, 4)
-    nothing = np.zeros(len(boxes), np.int32)
-    return Truth(boxes, nothing, nothing > 0, (boxes[:, 2:] - boxes[:, :2]).prod(1))
+    labels = np.zeros(len(boxes), np.int32)
+    return Truth(boxes, labels, labels > 0, (boxes[:, 2:] - boxes[:, :2]).prod(1))
 
 
 def detections(*boxes, scores):

@@ -63,8 +63,8 @@ def test_the_accuracy_uses_the_unmixed_labels():
 
 def test_training_images_have_one_label(tmp_path):
     """Several labels are for evaluation."""
-    labels, about = np.array([[0, 1], [1, -1]]), {"name": "mine", "split": "train"}
-    source = Files(tmp_path, ["a.png", "b.png"], labels, ["cat", "dog"], **about)
+    labels, classes = np.array([[0, 1], [1, -1]]), ["cat", "dog"]
+    source = Files(tmp_path, ["a.png", "b.png"], labels, classes, name="mine", split="train")
     with pytest.raises(ConfigError, match="up to 2 labels for each training"):
         Classification().check(resolve({}), source.stream((8, 8)))
 

@@ -6,8 +6,8 @@ from PIL import Image
 
 from rope_jax.evaluate import read_results
 from rope_jax.training.setup import prepare, training_batches
-from tests.config.test_recipe_steps import masks
 from tests.images.coco_set import annotations, write_annotations, write_coco
+from tests.images.test_pairs import write_pairs
 from tests.training.recipe import assert_refused, assert_same_end, run, run_in_parts, tiny
 
 MASKS = {
@@ -46,7 +46,7 @@ NO_FIT = r"centre is not for the evaluation of .* use fit.*"
 
 @pytest.fixture
 def on_masks(tmp_path):
-    return MASKS | {"data__path": str(masks(tmp_path))}
+    return MASKS | {"data__path": str(write_pairs(tmp_path))}
 
 
 @pytest.fixture

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -99,3 +101,9 @@ def test_the_parameter_table_joins_blocks():
     rows = [line.split() for line in table.splitlines()]
     assert ["blocks.*.w", "2x3", "2", "12"] in rows
     assert rows[-1] == ["total", "16"]
+
+
+def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a regular file"):
+        write(tmp_path, (1,))

@@ -118,7 +118,8 @@ def test_a_listed_file_brings_size_and_preprocessing(tmp_path, capsys):
     listed = find_listed("downloads/deit_3_small_224_21k.pth")
     assert listed.describe(WeightsFile({}, {}.get)).preprocessing.crop == 1.0
     assert find_listed("downloads/") is None
-    load_pretrained(fresh := rope_jax.create_model("deit_b16", **SMALL), path)
+    fresh = rope_jax.create_model("deit_b16", **SMALL)
+    load_pretrained(fresh, path)
     assert fresh.preprocessing == model.preprocessing
     assert "assumed" not in capsys.readouterr().out
     path = shutil.copy(FILE, tmp_path / "mine.pth")
@@ -137,10 +138,11 @@ def test_weights_of_other_dilations_are_refused():
     create = lambda name="nat_isotropic_s16", position="rpb", **options: rope_jax.create_model(
         name, position=position, **small, **options
     )
-    file = as_listed(model := create(), "nat", "dinat_isotropic_s16")
+    model, warnings = create(), []
+    file = as_listed(model, "nat", "dinat_isotropic_s16")
     with pytest.raises(ValueError, match="weights of dinat_isotropic_s16: dilation is 2 there and"):
         load_weights(model, file)
-    load_weights(model, file, other_model=(warnings := []).append)
+    load_weights(model, file, other_model=warnings.append)
     assert len(warnings) == 1
     load_weights(create("dinat_isotropic_s16", dilation=1), file)
     load_weights(create(dilation=2), file)
@@ -248,7 +250,8 @@ def test_files_are_downloaded_once_unless_a_folder_has_them(tmp_path, monkeypatc
 
 
 def test_repositories_and_files_are_taken_from_a_folder(tmp_path, cached):
-    (folder := tmp_path / "deit_tiny_patch16_224.fb_in1k").mkdir()
+    folder = tmp_path / "deit_tiny_patch16_224.fb_in1k"
+    folder.mkdir()
     shutil.copy(FILE, folder / "pytorch_model.bin")
     model = rope_jax.create_model("deit_ti16", pretrained=True, weights_dir=tmp_path, **SMALL)
     assert_same(model, cached)

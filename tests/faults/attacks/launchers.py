@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import psutil
 
 from tests.faults.attacks import ENDLESS, Absent, attack, durable, expect, last_logged_step
-from tests.faults.attacks.several import TOGETHER, free_address
+from tests.faults.attacks.several import TOGETHER
 from tests.faults.processes import ROOT
 
 CONFIGURATION = """\
@@ -72,10 +72,13 @@ def wait_until(condition, event: str, seconds: float = 300) -> None:
 @contextlib.contextmanager
 def slurm(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     """Starts SLURM with all its files in a folder; yields the environment of its commands."""
-    host = socket.gethostname().partition(".")[0]
-    ports = [free_address().partition(":")[2] for _ in range(2)]
+    host, ports = socket.gethostname().partition(".")[0], []
     for name in ("state", "spool"):
         (folder / name).mkdir()
+    with socket.socket() as first, socket.socket() as second:
+        for free_socket in (first, second):
+            free_socket.bind(("127.0.0.1", 0))
+            ports.append(free_socket.getsockname()[1])
     configuration, key = folder / "slurm.conf", folder / "key"
     configuration.write_text(
         CONFIGURATION.format(host=host, folder=folder, ports=ports, cores=os.cpu_count())

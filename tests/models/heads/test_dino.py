@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads.boxes import iou, to_corners
 from rope_jax.models.heads.detection import Targets, best_detections
@@ -250,3 +251,14 @@ def test_images_without_padding_need_no_extent(model):
     for name in ("boxes", "scores", "classes"):
         np.testing.assert_allclose(getattr(implicit, name), getattr(explicit, name), atol=1e-5)
     assert (implicit.scores[:, 1:] <= implicit.scores[:, :-1]).all()
+
+
+@pytest.mark.slow
+def test_an_exported_program_takes_padded_images(model, tmp_path):
+    batch = some_batch()
+    rope_jax.export(model, tmp_path / "dino.bin", resolution=(32, 48), platforms=("cpu",))
+    outputs = rope_jax.load_exported(tmp_path / "dino.bin").call(batch["image"], batch["extent"])
+    expected = compile_call(model)(batch["image"], batch["extent"])
+    assert set(outputs) == {"boxes", "scores", "classes"}
+    for name, values in outputs.items():
+        np.testing.assert_allclose(values, getattr(expected, name), atol=1e-4)

@@ -113,6 +113,9 @@ def test_the_loss_sums_matched_queries_over_layers(queries, empty):
     expected = definition(classes, embeddings, pixels, labels, 40, key)
     np.testing.assert_allclose(result, expected, rtol=1e-9)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
+    if empty == slice(0, 3):  # every query learns that there is no object, masks learn nothing
+        assert (gradients[0][..., -1] < 0).all()
+        assert not any(gradient.any() for gradient in gradients[1:])
 
 
 _DEVICES = """

@@ -34,6 +34,12 @@ def test_matching_costs_as_much_as_scipys_for_any_padding():
             )
 
 
+def test_costs_of_padding_are_ignored():
+    costs, real = problems()
+    other = np.where(real[..., None], costs, np.nan).astype(np.float32)
+    np.testing.assert_array_equal(matched(costs, real), matched(other, real))
+
+
 def test_non_finite_costs_still_end_the_search():
     costs, real = problems()
     costs[:, ::2] = np.nan
