@@ -401,8 +401,9 @@ class Config:
     def test_sizes(self) -> list[tuple[int, int]]:
         """The training resolution and `eval.resolutions`, (height, width), without duplicates.
 
-        >>> Config(data=DataConfig(image_size=8), eval=EvalConfig(resolutions=(12, 8))).test_sizes
-        [(8, 8), (12, 12)]
+        >>> evaluation = EvalConfig(resolutions=(12, (8, 12), 8))
+        >>> Config(data=DataConfig(image_size=8), eval=evaluation).test_sizes
+        [(8, 8), (12, 12), (8, 12)]
         """
         return list(dict.fromkeys((image_pair(self.data.image_size), *self.eval.sizes)))
 

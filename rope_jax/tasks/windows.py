@@ -88,8 +88,10 @@ class Windows:
         """
         self.size, self.stride, self.multiple, self.exact = size, stride, multiple, exact
         self.batch = -(-batch // mesh.size) * mesh.size if size else mesh.size
-        self._mesh, self._probabilities = mesh, probabilities
+        self._mesh = mesh
         self._apply = jax.jit(apply, out_shardings=replicate(mesh))
+        # Of this object: as a static argument, a head's method would stay in jax's cache.
+        self._probabilities = jax.jit(functools.partial(_canvas_probabilities, probabilities))
 
     def scores(
         self,
@@ -133,7 +135,7 @@ class Windows:
             matrix[:after, :before] = bilinear_matrix(before, after)
         if flipped:
             columns[: original[1]] = columns[: original[1]][::-1]
-        return _canvas_probabilities(self._probabilities, sums, count, rows, columns)
+        return self._probabilities(sums, count, rows, columns)
 
     def _sums(
         self, weights: Any, image: Float[np.ndarray, "h w 3"], window: Size, canvas: Size
@@ -179,7 +181,6 @@ def _add_windows(
     return jax.lax.fori_loop(0, jnp.minimum(count, len(starts)), add, sums)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _canvas_probabilities(
     probabilities: Callable[[Array], Array],
     sums: Float[Array, "h w K"],
