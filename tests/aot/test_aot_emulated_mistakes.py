@@ -1,29 +1,33 @@
-"""Mistakes that are planted in the kernels are noticed.
+"""Mistakes that are planted in the kernels, in their PTX and in their source, are noticed.
 
 A mistake is noticed if the emulator reports it, or if a result is off by more than rounding.
 """
 
+import contextlib
 import dataclasses
 import functools
+import re
 import sys
+from unittest import mock
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as plt
 
-from benchmarks._gpus import H200
-from rope_jax_kernels import Global, Window
-from rope_jax_kernels.attention import mosaic_window, plans, triton
-from tests.aot.test_aot_emulated import (
-    Attention,
-    few_programs,
-    is_exact,
-    operands,
-    rotate_all,
-)
+from benchmarks._gpus import A100, H200
+from rope_jax_kernels import Global, Neighborhood, Window
+from rope_jax_kernels.attention import mosaic_program, mosaic_window, plans, triton
+from rope_jax_kernels.rotary import tile_sizes
+from tests.aot.test_aot_emulated import Attention, is_exact, operands, rotate_all
 from tests.kernels.rotary_cases import Case
 from tests.ptx import machine
 from tests.ptx.capture import Emulator
+from tests.ptx.launch import Partial, emulate
+from tests.ptx.order import Findings
+
+PLACES = 4  # at most, of a kind of mistake in a kernel
 
 
 def rotary(**options):
@@ -36,23 +40,191 @@ def attending(*args, **options):
     return case, case.arrays()
 
 
+def attending_to_nan(*args, **options):
+    """The call of `attending`, with NaN in its first example."""
+    case, ((qkv,), *others) = attending(*args, **options)
+    qkv = qkv.copy()
+    qkv[0, 0, 0] = np.nan
+    return case, ((qkv,), *others)
+
+
 WINDOWS = Window((7, 7), (3, 3)), (8, 7)
-# Name -> implementation, function of the implementation, its arguments.
+# Name -> kind of GPU, implementation, function of the implementation, its arguments.
 CALLS = {
-    "rotary": ("triton", *rotary(tokens=11, pairs=12, pairing="interleaved")),
-    "global": ("triton", *attending(Global(), (65,), batch=1, head_dim=64, pairs=12)),
-    "windows": ("triton", *attending(Window((7, 7), (3, 3)), (14, 10), bias=True, batch=1)),
-    "rotary, mosaic": ("mosaic", *rotary(batch=19, tokens=53, pairs=16)),
+    "rotary": (H200, "triton", *rotary(tokens=11, pairs=12, pairing="interleaved")),
+    "global": (H200, "triton", *attending(Global(), (65,), batch=1, head_dim=64, pairs=12)),
+    "windows": (H200, "triton", *attending(Window((7, 7), (3, 3)), (14, 10), bias=True, batch=1)),
+    "neighborhoods": (H200, "triton", *attending(Neighborhood((7, 7)), (9, 13), bias=True)),
+    "A100": (A100, "triton", *attending(Window((7, 7), (3, 3)), (7, 9), batch=1, head_dim=64)),
+    "float32": (H200, "triton", *attending(Global(), (50,), batch=1, dtype="float32")),
+    "rotary, mosaic": (H200, "mosaic", *rotary(batch=19, tokens=53, pairs=16)),
     "global, mosaic": (
+        H200,
         "mosaic",
         *attending(Global(), (130,), batch=3, head_dim=64, pairs=16),
     ),
-    "windows, mosaic": ("mosaic", *attending(*WINDOWS, bias=True, batch=4)),
+    "windows, mosaic": (
+        H200,
+        "mosaic",
+        *attending(*WINDOWS, bias=True, batch=4),
+    ),
+    "windows with NaN, mosaic": (
+        H200,
+        "mosaic",
+        *attending_to_nan(*WINDOWS, bias=True, batch=4),
+    ),
     "large windows, mosaic": (
+        H200,
         "mosaic",
         *attending(Window((10, 10), (5, 5)), (10, 11), bias=True, batch=3),
     ),
 }
+
+
+@contextlib.contextmanager
+def few_programs(implementation):
+    """Kernels for Mosaic GPU compute several examples in each program, as at real batches."""
+    rotary = {"PROGRAMS": 1, "BYTES_IN_FLIGHT": 1} if implementation == "mosaic" else {}
+    with (
+        mock.patch.object(mosaic_program, "MULTIPROCESSORS", 1),
+        mock.patch.multiple(tile_sizes, **rotary) if rotary else contextlib.nullcontext(),
+    ):
+        yield
+
+
+# What is changed, in the text of a kernel -> what takes its place, with the groups of the match.
+REMOVED = lambda match: ""
+MISTAKES = {
+    "bar.sync removed": (r"^\s*bar\.sync[^\n]*$", REMOVED),
+    "bar.warp.sync removed": (r"^\s*bar\.warp\.sync[^\n]*$", REMOVED),
+    "fence.proxy.async removed": (r"^\s*fence\.proxy\.async[^\n]*$", REMOVED),
+    "wgmma.wait_group removed": (r"^\s*wgmma\.wait_group[^\n]*$", REMOVED),
+    "wgmma.fence removed": (r"^\s*wgmma\.fence[^\n]*$", REMOVED),
+    "cp.async.wait_group removed": (r"^\s*cp\.async\.(?:bulk\.)?wait_group[^\n]*$", REMOVED),
+    "wait for an mbarrier removed": (r"\{\s*\.reg \.pred\s+P1;.*?\}", REMOVED),
+    "arrival at an mbarrier removed": (r"^[^\n]*mbarrier\.arrive[^\n]*$", REMOVED),
+    "mask of a read removed": (r"@!?%p\d+ (?=ld\.global)", REMOVED),
+    "mask of a write removed": (r"@!?%p\d+ (?=st\.global)", REMOVED),
+    "bound one higher": (
+        r"(setp\.[lg][te]\.[su]32\s+%p\d+, %r\d+, )(\d+);",
+        lambda match: f"{match[1]}{int(match[2]) + 1};",
+    ),
+    "other lane": (
+        r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )(\d+)",
+        lambda match: f"{match[1]}1",
+    ),
+    "not transposed": (
+        r"((?:ld|st)matrix\.sync\.aligned\.m8n8\.x\d)\.trans",
+        lambda match: match[1],
+    ),
+    "offset in shared memory": (
+        r"((?:(?:ld|st)\.shared|ldmatrix|stmatrix)\S*\s.*\[%rd?\d+\+)(\d+)\]",
+        lambda match: f"{match[1]}{int(match[2]) + 16}]",
+    ),
+    "factor of an address halved": (
+        r"(mul\.wide\.[su]32\s+%rd\d+, %r\d+, )(\d+);",
+        lambda match: f"{match[1]}{int(match[2]) // 2};",
+    ),
+    "stride one higher": (
+        r"(mad\.lo\.s32\s+%r\d+, %r\d+, )(\d+),",
+        lambda match: f"{match[1]}{int(match[2]) + 1},",
+    ),
+    "other addend": (
+        r"(fma\.rn\.f32\s+%r\d+, %r\d+, )(%r\d+), %r\d+;",
+        lambda match: f"{match[1]}{match[2]}, {match[2]};",
+    ),
+    "branch removed": (r"^\s*@!?%p\d+ bra[^\n]*$", REMOVED),
+}
+
+
+# Those of which one place is enough. The others may be needless at some, as a fence without a store
+# since the last one; so may all in the kernels for Mosaic GPU, which has neighbouring barriers.
+EACH = (
+    "bar.sync removed",
+    "bar.warp.sync removed",
+    "not transposed",
+    "offset in shared memory",
+    "factor of an address halved",
+    "stride one higher",
+)
+# (call, mistake) -> how many of these places change nothing: where data stay in a warp, which
+# bar.warp.sync orders, and where channels and keys are read that only pad a tile.
+NEEDLESS = {
+    ("windows", "bar.sync removed"): 2,
+    ("windows", "offset in shared memory"): 1,
+    ("float32", "bar.sync removed"): 1,
+    ("float32", "offset in shared memory"): 2,
+}
+
+
+def plant(ptx, mistake, *, each):
+    """Texts with a mistake, at one of several places each or at all of them."""
+    pattern, change = MISTAKES[mistake]
+    pattern = re.compile(pattern, re.M | re.S if "P1" in pattern else re.M)
+    matches = list(pattern.finditer(ptx))
+    if not each:
+        return [pattern.sub(change, ptx)] if matches else []
+    some = matches[:: max(1, len(matches) // PLACES)][:PLACES]
+    return [ptx[: x.start()] + change(x) + ptx[x.end() :] for x in some]
+
+
+def values(results):
+    return [x.value if isinstance(x, Partial) else x for x in results]
+
+
+def differ(results, correct):
+    """True if results are off by more than rounding."""
+    for x, y in zip(values(results), values(correct), strict=True):
+        epsilon, x, y = float(jnp.finfo(y.dtype).eps), x.astype(np.float64), y.astype(np.float64)
+        finite = np.isfinite(y)  # infinite is lse of queries without a token
+        largest = np.abs(y[finite]).max(initial=0)
+        if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+            return True
+        if not np.abs(x[finite] - y[finite]).max(initial=0) <= 4 * epsilon * largest:
+            return True
+    return False
+
+
+@functools.cache
+def record(name, gpu_of):
+    """The launches of a call, their inputs and their results."""
+    kind, implementation, f, arrays = CALLS[name]
+    emulator = Emulator(gpu_of(kind))
+    with few_programs(implementation):
+        emulator(functools.partial(f, implementation), *arrays)
+    assert not emulator.findings
+    return [(*x, emulate(*x, Findings())) for x in emulator.launches]
+
+
+def first_change(old, new):
+    lines = zip(old.split("\n"), new.split("\n"), strict=False)
+    return next(f"line {i}: {x}" for i, (x, y) in enumerate(lines, start=1) if x != y)
+
+
+def is_noticed(launch, inputs, correct, ptx):
+    findings = Findings()
+    results = emulate(dataclasses.replace(launch, ptx=ptx), inputs, findings)
+    return bool(findings) or differ(results, correct)
+
+
+ALONE = "large windows, mosaic", "windows with NaN, mosaic"  # not for mistakes in PTX by themselves
+# Call -> the same with other numbers, for mistakes that matter to these alone.
+OTHERS = {"windows, mosaic": ("windows with NaN, mosaic",)}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ALONE])
+def test_mistakes_in_ptx_are_noticed(name, mistake, gpu_of, monkeypatch):
+    monkeypatch.setattr(machine, "MOST_STEPS", 50_000)
+    each = mistake in EACH and "mosaic" not in name
+    recorded = [record(x, gpu_of) for x in (name, *OTHERS.get(name, ()))]
+    missed = [
+        f"{same[0][0].name}, {first_change(same[0][0].ptx, ptx)}"
+        for same in zip(*recorded, strict=True)
+        for ptx in plant(same[0][0].ptx, mistake, each=each)
+        if not any(is_noticed(*x, ptx) for x in same)
+    ]
+    assert len(missed) <= NEEDLESS.get((name, mistake), 0), missed
 
 
 class Sites:
@@ -121,13 +293,12 @@ SOURCES = [
 @pytest.mark.parametrize(("name", "module", "function", "number"), SOURCES)
 def test_mistakes_in_kernels_are_noticed(name, module, function, number, gpu_of, monkeypatch):
     monkeypatch.setattr(machine, "MOST_STEPS", 50_000)
-    implementation, f, arrays = CALLS[name]
+    kind, implementation, f, arrays = CALLS[name]
     sites = Sites(getattr(module, function), number, unmask if module is plt else skip)
     monkeypatch.setattr(module, function, sites)
-    emulator = Emulator(gpu_of(H200))
-    if implementation == "mosaic":
-        few_programs(monkeypatch)
-    results = emulator(functools.partial(f, implementation), *arrays)
+    emulator = Emulator(gpu_of(kind))
+    with few_programs(implementation):
+        results = emulator(functools.partial(f, implementation), *arrays)
     assert number < len(sites.lines)
     assert emulator.findings or not is_exact(results, functools.partial(f, "xla"), arrays)
 
