@@ -37,7 +37,9 @@ def test_calling_on_another_map_equals_resizing(text):
     position.resize(grid)
     assert position.stage.grid == grid
     resized = position.embed(tokens, grid), position.terms(grid)
-    jax.tree.map(np.testing.assert_array_equal, called, resized)
+    assert jax.tree.structure(called) == jax.tree.structure(resized)
+    for value, expected in zip(jax.tree.leaves(called), jax.tree.leaves(resized), strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize("text", ["decomposed", "irpe", "lpe"])
