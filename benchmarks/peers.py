@@ -26,8 +26,9 @@ from benchmarks.cpu import quartiles
 from rope_jax.names.text import format_table
 from rope_jax.system.cores import cores, keep_freed_memory, multiplies_bfloat16
 
-COLUMNS = ("position", "dtype", "pass", "library", "ms", "relative to ours (quartiles)")
-COLUMNS += ("memory, MB",)
+COLUMNS = ("position", "pass", "dtype", "library", "ms", "relative to ours (quartiles)")
+COLUMNS += ("relative to its float32", "memory, MB")
+DTYPES = ("float32", "bfloat16")
 PASSES = {"training": _peers.train, "forward": _peers.infer}
 
 
@@ -56,19 +57,24 @@ def start(
     return take, compiled.memory_analysis().temp_size_in_bytes, count
 
 
-def compare(
-    position: str, dtype: str, form: str, *, batch: int, size: int, turns: int
-) -> list[dict[str, Any]]:
-    """Measures our step and those of the peers in turns."""
-    models = _peers.models(position, size, dtype)
-    started = {name: start(model, form, batch, size) for name, model in models.items()}
+def compare(position: str, form: str, *, batch: int, size: int, turns: int) -> list[dict[str, Any]]:
+    """Measures our step and those of the peers, in float32 and bfloat16, in turns."""
+    started = {
+        (dtype, name): start(model, form, batch, size)
+        for dtype in DTYPES
+        for name, model in _peers.models(position, size, dtype).items()
+    }
     counts = {count for _, _, count in started.values()}
     if max(counts) - min(counts) > _peers.FREQUENCIES:  # which Equimo counts
         raise SystemExit(f"the models differ: they have {sorted(counts)} parameters")
-    seconds: dict[str, list[float]] = {name: [] for name in started}
-    steps = {name: max(1, round(1 / take(2))) for name, (take, *_) in started.items()}
-    for _, (name, (take, *_)) in itertools.product(range(turns), started.items()):
-        seconds[name].append(take(steps[name]))
+    steps = {key: max(1, round(1 / take(2))) for key, (take, *_) in started.items()}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in started}
+    for _, (key, (take, *_)) in itertools.product(range(turns), started.items()):
+        seconds[key].append(take(steps[key]))
+
+    def ratios(times: list[float], other: tuple[str, str]) -> list[float]:
+        return [x / y for x, y in zip(times, seconds[other], strict=True)]
+
     return [
         {
             "position": position,
@@ -77,21 +83,33 @@ def compare(
             "library": name,
             "parameters": count,
             "memory": memory,
-            "seconds": seconds[name],
-            "relative": [x / y for x, y in zip(seconds[name], seconds[_peers.OURS], strict=True)],
+            "seconds": times,
+            "relative": ratios(times, (dtype, _peers.OURS)),
+            "relative_to_float32": ratios(times, ("float32", name)),
         }
-        for name, (_, memory, count) in started.items()
+        for ((dtype, name), (_, memory, count)), times in zip(
+            started.items(), seconds.values(), strict=True
+        )
     ]
 
 
 def row(case: dict[str, Any]) -> list[str]:
     """A row of COLUMNS."""
-    low, median, high = quartiles(case["relative"])
-    relative = "" if case["library"] == _peers.OURS else f"{median:.2f} ({low:.2f} to {high:.2f})"
-    time_ms = f"{1e3 * statistics.median(case['seconds']):.0f}"
-    memory = f"{case['memory'] / 1e6:.0f}"
-    first = [f"`{case['position']}`", case["dtype"], case["pass"], case["library"]]
-    return [*first, time_ms, relative, memory]
+
+    def ratio(name: str, shown: bool) -> str:
+        low, median, high = quartiles(case[name])
+        return f"{median:.2f} ({low:.2f} to {high:.2f})" if shown else ""
+
+    return [
+        f"`{case['position']}`",
+        case["pass"],
+        case["dtype"],
+        case["library"],
+        f"{1e3 * statistics.median(case['seconds']):.0f}",
+        ratio("relative", case["library"] != _peers.OURS),
+        ratio("relative_to_float32", case["dtype"] != "float32"),
+        f"{case['memory'] / 1e6:.0f}",
+    ]
 
 
 def run(keep: Keep, *, batch: int = 8, size: int = 112, turns: int = 10) -> None:
@@ -107,7 +125,7 @@ def run(keep: Keep, *, batch: int = 8, size: int = 112, turns: int = 10) -> None
     cases: list[dict[str, Any]] = []
     settings = {"batch": batch, "size": size, "turns": turns}
     native = multiplies_bfloat16()
-    for terms in itertools.product(_peers.POSITIONS, ("float32", "bfloat16"), PASSES):
+    for terms in itertools.product(_peers.POSITIONS, PASSES):
         cases += compare(*terms, **settings)
         keep(
             settings=settings | {"bfloat16_instructions": native},
