@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,9 +98,14 @@ def test_statistics_exclude_padding():
 
 def softmax_weights(model, images, position):
     """Weights [B, N, L, L] of the first block: an explicit softmax of its projections."""
-    tokens = model.embed(model.patch_embed(images), (3, 5), None)
     terms, block = model.position.terms((3, 5)).layer(0), model.blocks[0]
-    qkv = block.attn.qkv(block.norm1(tokens)).reshape(2, 16, 3, 3, 16)
+
+    @jax.jit
+    def project(images):
+        tokens = model.embed(model.patch_embed(images), (3, 5), None)
+        return block.attn.qkv(block.norm1(tokens)).reshape(2, 16, 3, 3, 16)
+
+    qkv = project(images)
     q, k = qkv[:, :, 0], qkv[:, :, 1]
     if position == "axial_rope":
         q, k = rotate(q, k, terms.rotation, implementation="xla")

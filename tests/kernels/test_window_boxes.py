@@ -47,8 +47,9 @@ def test_masks_are_the_pairs_of_the_pattern(case):
     grid, window, _ = case
     boxes = make_boxes(case[1], case[0], case[2])
     table = np.arange(1, 1 + math.prod(2 * n - 1 for n in boxes.window.size), dtype=np.float32)
+    masked = jax.jit(boxes.masked_bias, static_argnums=1, static_argnames="queries")
     masks = {
-        queries: np.asarray(boxes.masked_bias(jnp.asarray(table)[None], -1.0, queries=queries))
+        queries: np.asarray(masked(jnp.asarray(table)[None], -1.0, queries=queries))
         for queries in (False, True)
     }
     windows = {x: tokens_of(boxes, x) for x in itertools.product(*map(range, boxes.windows))}
@@ -92,5 +93,5 @@ def test_fold_is_the_transpose_of_the_lookup(case):
     # The first kind of window lacks no token.
     lookup = lambda table: boxes.masked_bias(table, 0.0, queries=True)[0]
     table = jnp.zeros((2, (2 * h - 1) * (2 * w - 1)))
-    (want,) = jax.vjp(lookup, table)[1](gradient)
-    np.testing.assert_allclose(boxes.fold(jnp.asarray(gradient)), want, rtol=1e-5, atol=1e-5)
+    (want,) = jax.jit(lambda d: jax.vjp(lookup, table)[1](d))(gradient)
+    np.testing.assert_allclose(jax.jit(boxes.fold)(gradient), want, rtol=1e-5, atol=1e-5)

@@ -85,7 +85,8 @@ def attend_once(drop, *, position="none", key=None):
     model = small("vit_lite_7_4", position)
     layer = model.blocks[0].attn
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 32)), jnp.float32)
-    return layer(x, (3, 5), Global(), model.position.terms((3, 5)).layer(0), drop, key)
+    terms = model.position.terms((3, 5)).layer(0)
+    return jax.jit(lambda x: layer(x, (3, 5), Global(), terms, drop, key))(x)
 
 
 @pytest.mark.parametrize(

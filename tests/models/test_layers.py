@@ -1,5 +1,7 @@
 """Layers in bfloat16: outputs, and the precision of float32 gradients. Dropout."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,13 @@ def make_layer(kind, dtype):
     return lambda params, x: nnx.merge(graph, params, rest)(x), params, images, d_out
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def differentiate(call, params, images, d_out):
+    """The output, and the gradients of parameters and images."""
+    out, pull = jax.vjp(call, params, images)
+    return out, *pull(d_out)
+
+
 @pytest.mark.parametrize("instructions", [False, True])
 @pytest.mark.parametrize("kind", ["bias", "no bias", "patches"])
 def test_parameter_gradients_are_summed_in_float32(kind, instructions, x64, monkeypatch):
@@ -42,16 +51,14 @@ def test_parameter_gradients_are_summed_in_float32(kind, instructions, x64, monk
     monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: instructions)
     call, params, images, d_out = make_layer(kind, jnp.bfloat16)
     images, d_out = (jnp.asarray(x, jnp.bfloat16) for x in (images, d_out))
-    out, pull = jax.vjp(call, params, images)
-    grads, d_images = pull(d_out)
+    out, grads, d_images = differentiate(call, params, images, d_out)
     assert (out.dtype, d_images.dtype) == (jnp.bfloat16, jnp.bfloat16)
     exact_call, *_ = make_layer(kind, jnp.float64)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float64), params)
-    exact_out, exact_pull = jax.vjp(exact_call, rounded, images.astype(jnp.float64))
-    exact, exact_d_images = exact_pull(d_out.astype(jnp.float64))
+    images, d_out = (np.asarray(x, np.float64) for x in (images, d_out))
+    exact_out, exact, exact_d_images = differentiate(exact_call, rounded, images, d_out)
     # Rounding of a float32 sum, in any order, is judged by the sizes of its terms.
-    _, pull_sizes = jax.vjp(exact_call, rounded, abs(images.astype(jnp.float64)))
-    sizes, _ = pull_sizes(abs(d_out.astype(jnp.float64)))
+    _, sizes, _ = differentiate(exact_call, rounded, abs(images), abs(d_out))
     for name, gradient in grads.items():
         assert gradient.dtype == jnp.float32
         assert np.all(np.abs(gradient - exact[name]) < 2**-24 * sizes[name]), name

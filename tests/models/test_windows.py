@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_windowed_attention_matches_the_definition(grid, side, shift, padding):
     if not shift:
         terms = make_decomposed(vectors, grid, plain).terms(grid).layer(0)
         extra = lambda q, dy, dx: q @ (vectors[0][dy + side - 1] + vectors[1][dx + side - 1])
-    got = attn(jnp.asarray(x).reshape(1, -1, 48), grid, pattern, terms)
+    got = jax.jit(lambda x: attn(x, grid, pattern, terms))(x.reshape(1, -1, 48))
     want = windowed_attention(x[0], attn, side, padding, shift, extra)
     np.testing.assert_allclose(np.asarray(got).reshape(want.shape), want, atol=1e-12)
 

@@ -364,6 +364,11 @@ def test_dinov3_optionally_shifts_and_stretches_axes():
 # CAT's released form
 
 
+@jax.jit
+def stacked(transform, q, k, v):
+    return transform(q, k, v, lambda *qkv: jnp.stack(qkv))
+
+
 @pytest.mark.parametrize("pattern", [Global(), Window((2, 2)), Neighborhood((3, 3))])
 def test_released_cat_rope_multiplies_by_a_gain(pattern):
     prefix = 2 if pattern == Global() else 0
@@ -376,8 +381,8 @@ def test_released_cat_rope_multiplies_by_a_gain(pattern):
         gain = np.concatenate([cos - sin, cos + sin], axis=1)
         gain = np.concatenate([np.ones((prefix, HEAD_DIM)), gain])
         places = (len(gain),) if pattern == Global() else grid
-        q, k, v = map(jnp.asarray, normal(3, 2, *places, HEADS, HEAD_DIM))
-        got = position.terms(grid).transform(q, k, v, lambda *qkv: jnp.stack(qkv))
+        q, k, v = normal(3, 2, *places, HEADS, HEAD_DIM)
+        got = stacked(position.terms(grid).transform, q, k, v)
         gain = gain.reshape(*places, 1, HEAD_DIM)
         np.testing.assert_allclose(got, np.stack([q * gain, k * gain, v]), **EXACT)
 

@@ -33,7 +33,10 @@ def some_batch():
 
 def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
     config = resolve({"data": {"mean": (0.2, 0.2, 0.2), "std": (0.5, 0.25, 0.1)}})
-    prepared = task.prepare_batch(some_batch(), config, seed=0, key=jax.random.key(0))
+    prepare = jax.jit(
+        lambda batch: task.prepare_batch(batch, config, seed=0, key=jax.random.key(0))
+    )
+    prepared = prepare(some_batch())
     expected = [
         [[0.25, 5 / 8, 0.5, 6 / 8], [0] * 4],
         [[0.75, 0.5, 0.5, 0.5], [1 / 8, 0.5, 0.25, 1]],
@@ -44,7 +47,7 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero():
     np.testing.assert_allclose(prepared["share"], [2 / 3] * 2, rtol=1e-6)
     np.testing.assert_allclose(prepared["image"], 0, atol=1e-6)  # 51 / 255 is the mean
     bright = some_batch() | {"image": jnp.full((2, 8, 12, 3), 255, jnp.uint8)}
-    pixels = task.prepare_batch(bright, config, seed=0, key=jax.random.key(0))["image"]
+    pixels = prepare(bright)["image"]
     np.testing.assert_allclose(pixels[0, :, :10], [[[1.6, 3.2, 8.0]] * 10] * 8, rtol=1e-5)
     assert not np.any(pixels[0, :, 10:])
     assert not np.any(pixels[1, 4:])

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ def test_the_auxiliary_loss_has_its_weight():
     labels = jnp.asarray(rng.integers(0, 3, (1, 4, 4)), jnp.uint8)
     head = create_head("linear", channels=[1], num_classes=3, rngs=nnx.Rngs(0))
     predictions = PixelLogits(logits, other, 0.4)
-    loss, accuracy = head.loss(predictions, {"label": labels}, divisor="all", key=None)
-    expected = pixel_loss(logits, labels) + 0.4 * pixel_loss(other, labels)
+    loss, accuracy = jax.jit(
+        lambda predictions: head.loss(predictions, {"label": labels}, divisor="all", key=None)
+    )(predictions)
+    loss_of = jax.jit(pixel_loss)
+    expected = loss_of(logits, labels) + 0.4 * loss_of(other, labels)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     expected = (logits.argmax(-1) == labels[:, 1::2, 1::2]).mean()
     np.testing.assert_allclose(accuracy, expected, rtol=1e-6)

@@ -139,7 +139,7 @@ class MaskRcnn(Head):
     >>> head = "mask_rcnn(width=8,hidden=8,proposals=4,detections=3)"
     >>> options = {"patch_size": 8, "width": 32, "heads": 1, "depth": 4}
     >>> model = create_model("vit_digits", head=head, num_classes=2, **options)
-    >>> detections = model(jnp.ones((1, 24, 32, 3)))
+    >>> detections = jax.jit(model)(jnp.ones((1, 24, 32, 3)))
     >>> detections.boxes.shape, detections.masks.shape
     ((1, 3, 4), (1, 3, 28, 28))
     >>> bool((detections.boxes <= jnp.array([32, 24, 32, 24])).all())
