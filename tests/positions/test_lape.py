@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.positions.schemes import CHANNELS, DEPTH, normal, params, scheme, trained_scheme
+from tests.positions.schemes import (
+    CHANNELS,
+    DEPTH,
+    compiled_terms,
+    normal,
+    params,
+    scheme,
+    trained_scheme,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -27,7 +35,7 @@ def test_lape_is_a_chain_of_layer_norms(text, embed_prefix):
     p = np.asarray(position.inner.table(GRID))
     if not embed_prefix:
         p = np.concatenate([np.zeros((1, CHANNELS)), p])
-    terms = position.terms(GRID)
+    terms = compiled_terms(position, GRID)
     for layer in range(DEPTH):
         scale, bias = (
             np.broadcast_to(x, (DEPTH, CHANNELS))[layer] for x in (position.scale, position.bias)
@@ -35,7 +43,8 @@ def test_lape_is_a_chain_of_layer_norms(text, embed_prefix):
         mean, variance = p.mean(axis=1, keepdims=True), p.var(axis=1, keepdims=True)
         p = (p - mean) / np.sqrt(variance + 1e-6) * scale + bias
         np.testing.assert_allclose(terms.layer(layer).add, p, **EXACT)
-    registers = trained_scheme(text, prefix=3, embed_prefix=embed_prefix).terms(GRID).layer(1).add
+    registers = trained_scheme(text, prefix=3, embed_prefix=embed_prefix)
+    registers = compiled_terms(registers, GRID).layer(1).add
     np.testing.assert_array_equal(np.delete(registers, (1, 2), axis=0), terms.layer(1).add)
 
 

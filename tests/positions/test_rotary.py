@@ -20,6 +20,7 @@ from tests.positions.schemes import (
     GRIDS,
     HEAD_DIM,
     HEADS,
+    compiled_terms,
     normal,
     scheme,
     tokens,
@@ -382,7 +383,7 @@ def test_released_cat_rope_multiplies_by_a_gain(pattern):
         gain = np.concatenate([np.ones((prefix, HEAD_DIM)), gain])
         places = (len(gain),) if pattern == Global() else grid
         q, k, v = normal(3, 2, *places, HEADS, HEAD_DIM)
-        got = stacked(position.terms(grid).transform, q, k, v)
+        got = stacked(compiled_terms(position, grid).transform, q, k, v)
         gain = gain.reshape(*places, 1, HEAD_DIM)
         np.testing.assert_allclose(got, np.stack([q * gain, k * gain, v]), **EXACT)
 
