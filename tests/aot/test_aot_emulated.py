@@ -5,6 +5,7 @@ the reference in the same dtype, plus one rounding of the largest element; in fl
 `rope_jax_kernels.accuracy`, because weights are recomputed from the logarithm of their sum.
 """
 
+import contextlib
 import dataclasses
 import functools
 from unittest import mock
@@ -388,11 +389,15 @@ def test_programs_of_several_examples(kind, case, gpu_of):
         check(case, case.arrays(), (gpu_of(kind), "triton"))
 
 
-def few_programs(monkeypatch):
+@contextlib.contextmanager
+def few_programs():
     """Kernels for Mosaic GPU compute several examples in each program, as at real batches."""
-    monkeypatch.setattr(mosaic_program, "MULTIPROCESSORS", 1)
-    for name in ("PROGRAMS", "BYTES_IN_FLIGHT"):  # two slots, which many examples pass through
-        monkeypatch.setattr(tile_sizes, name, 1)
+    with (
+        mock.patch.object(mosaic_program, "MULTIPROCESSORS", 1),
+        # Two slots, which many examples pass through.
+        mock.patch.multiple(tile_sizes, PROGRAMS=1, BYTES_IN_FLIGHT=1),
+    ):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -409,12 +414,12 @@ def few_programs(monkeypatch):
     ],
     ids=str,
 )
-def test_mosaic_programs_of_several_examples(case, gpu_of, monkeypatch):
-    few_programs(monkeypatch)
+def test_mosaic_programs_of_several_examples(case, gpu_of):
     rotates = isinstance(case, Case)
     f = functools.partial(rotate_all, case) if rotates else case
     arrays = operands(case, rotate_all) if rotates else case.arrays()
-    check(f, arrays, (gpu_of(H200), "mosaic"))
+    with few_programs():
+        check(f, arrays, (gpu_of(H200), "mosaic"))
 
 
 TILED = [

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import re
 import sys
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +17,8 @@ from jax.experimental.pallas import triton as plt
 
 from benchmarks._gpus import A100, H200
 from rope_jax_kernels import Global, Neighborhood, Window
-from rope_jax_kernels.attention import mosaic_program, mosaic_window, plans, triton
-from rope_jax_kernels.rotary import tile_sizes
-from tests.aot.test_aot_emulated import Attention, is_exact, operands, rotate_all
+from rope_jax_kernels.attention import mosaic_window, plans, triton
+from tests.aot.test_aot_emulated import Attention, few_programs, is_exact, operands, rotate_all
 from tests.kernels.rotary_cases import Case
 from tests.ptx import machine
 from tests.ptx.capture import Emulator
@@ -79,17 +77,6 @@ CALLS = {
         *attending(Window((10, 10), (5, 5)), (10, 11), bias=True, batch=3),
     ),
 }
-
-
-@contextlib.contextmanager
-def few_programs(implementation):
-    """Kernels for Mosaic GPU compute several examples in each program, as at real batches."""
-    rotary = {"PROGRAMS": 1, "BYTES_IN_FLIGHT": 1} if implementation == "mosaic" else {}
-    with (
-        mock.patch.object(mosaic_program, "MULTIPROCESSORS", 1),
-        mock.patch.multiple(tile_sizes, **rotary) if rotary else contextlib.nullcontext(),
-    ):
-        yield
 
 
 # What is changed, in the text of a kernel -> what takes its place, with the groups of the match.
@@ -190,7 +177,7 @@ def record(name, gpu_of):
     """The launches of a call, their inputs and their results."""
     kind, implementation, f, arrays = CALLS[name]
     emulator = Emulator(gpu_of(kind))
-    with few_programs(implementation):
+    with few_programs() if implementation == "mosaic" else contextlib.nullcontext():
         emulator(functools.partial(f, implementation), *arrays)
     assert not emulator.findings
     return [(*x, emulate(*x, Findings())) for x in emulator.launches]
@@ -297,7 +284,7 @@ def test_mistakes_in_kernels_are_noticed(name, module, function, number, gpu_of,
     sites = Sites(getattr(module, function), number, unmask if module is plt else skip)
     monkeypatch.setattr(module, function, sites)
     emulator = Emulator(gpu_of(kind))
-    with few_programs(implementation):
+    with few_programs() if implementation == "mosaic" else contextlib.nullcontext():
         results = emulator(functools.partial(f, implementation), *arrays)
     assert number < len(sites.lines)
     assert emulator.findings or not is_exact(results, functools.partial(f, "xla"), arrays)
