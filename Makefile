@@ -15,7 +15,7 @@ help:
 	@echo "make segment [ARGS=...]           train a small ViT to segment scenes of digits: mIoU at five sizes, a picture"
 	@echo "make detect [ARGS=...]            make segment first, then a small DINO from its backbone: AP, a picture"
 	@echo "make masks [ARGS=...]             make segment first, then a small Mask R-CNN from its backbone: box and mask AP, a picture"
-	@echo "make test | lint | format         checks for every change (tests: a quarter of an hour on two cores)"
+	@echo "make test | lint | format         checks for every change (tests: 7 to 15 minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
 	@echo "make test-all                     these three"

@@ -143,9 +143,10 @@ class Backbone(nnx.Module):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """Feature maps after some blocks, for dense prediction; without class and register tokens.
 
-        >>> import jax, rope_jax
+        >>> import jax.numpy as jnp
+        >>> import rope_jax
         >>> model = rope_jax.create_model("vit_digits")
-        >>> maps = model.features(jax.numpy.zeros((1, 8, 12, 3)), blocks=(1, 3), norm=False)
+        >>> maps = model.features(jnp.zeros((1, 8, 12, 3)), blocks=(1, 3), norm=False)
         >>> [features.shape for features in maps]
         [(1, 4, 6, 96), (1, 4, 6, 96)]
 

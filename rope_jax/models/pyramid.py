@@ -63,7 +63,7 @@ class FeaturePyramid(nnx.Module):
     >>> from flax import nnx
     >>> from rope_jax.models.pyramid import FeaturePyramid
     >>> pyramid = FeaturePyramid(96, outputs=32, rngs=nnx.Rngs(0))
-    >>> [x.shape for x in jax.jit(pyramid)([jax.numpy.zeros((1, 6, 10, 96))])]
+    >>> [x.shape for x in jax.eval_shape(pyramid, [jax.numpy.zeros((1, 6, 10, 96))])]
     [(1, 24, 40, 32), (1, 12, 20, 32), (1, 6, 10, 32), (1, 3, 5, 32), (1, 2, 3, 32)]
 
     Args:
@@ -128,7 +128,7 @@ class PyramidBackbone(nnx.Module):
     ...     global_blocks=(1,), window_padding="tokens", last_norm=False, num_classes=0,
     ... )
     >>> model = PyramidBackbone(vit, FeaturePyramid(192, outputs=32, rngs=nnx.Rngs(1)))
-    >>> [x.shape[1:3] for x in jax.jit(model.features)(jax.numpy.zeros((1, 96, 160, 3)))]
+    >>> [x.shape[1:3] for x in jax.eval_shape(model.features, jax.numpy.zeros((1, 96, 160, 3)))]
     [(24, 40), (12, 20), (6, 10), (3, 5), (2, 3)]
 
     In a model with a head, `create_model` does the same. `save_pretrained` writes such a combined

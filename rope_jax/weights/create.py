@@ -38,14 +38,15 @@ def create_model(
 ) -> nnx.Module:
     """Creates a backbone with a positional scheme, and optionally a head of dense prediction.
 
-    >>> import jax, rope_jax
+    >>> import jax.numpy as jnp
+    >>> import rope_jax
     >>> model = rope_jax.create_model("vit_digits", position="rope2d+ape", depth=1)
-    >>> jax.jit(model)(jax.numpy.zeros((2, 8, 8, 3))).shape
+    >>> model(jnp.zeros((2, 8, 8, 3))).shape
     (2, 10)
-    >>> [x.shape for x in jax.jit(model.features)(jax.numpy.zeros((2, 12, 16, 3)))]
+    >>> [features.shape for features in model.features(jnp.zeros((2, 12, 16, 3)))]
     [(2, 6, 8, 96)]
     >>> model = rope_jax.create_model("vit_digits", head="linear", num_classes=11, depth=1)
-    >>> jax.jit(model)(jax.numpy.zeros((2, 12, 16, 3))).shape
+    >>> model(jnp.zeros((2, 12, 16, 3))).shape
     (2, 12, 16, 11)
 
     Works under `nnx.eval_shape`, which returns shapes without allocating. None selects the model's

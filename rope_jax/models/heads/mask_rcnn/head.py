@@ -135,11 +135,12 @@ class MaskRcnn(Head):
     the mask of the object inside. In training it also takes the objects (`Targets`), from which it
     samples boxes for the losses.
 
+    >>> from flax import nnx
     >>> from rope_jax import create_model
     >>> head = "mask_rcnn(width=8,hidden=8,proposals=4,detections=3)"
     >>> options = {"patch_size": 8, "width": 32, "heads": 1, "depth": 4}
     >>> model = create_model("vit_digits", head=head, num_classes=2, **options)
-    >>> detections = jax.jit(model)(jnp.ones((1, 24, 32, 3)))
+    >>> detections = nnx.jit(model)(jnp.ones((1, 24, 32, 3)))
     >>> detections.boxes.shape, detections.masks.shape
     ((1, 3, 4), (1, 3, 28, 28))
     >>> bool((detections.boxes <= jnp.array([32, 24, 32, 24])).all())
