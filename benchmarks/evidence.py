@@ -16,6 +16,7 @@ import pathlib
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 import jax
@@ -26,8 +27,7 @@ from rope_jax.analysis.attention import attention_statistics
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import RunResults, read_runs
 from rope_jax.config import Config, settings
-from rope_jax.papers.claims import Claim, Verdict, above, as_good, in_words
-from rope_jax.papers.runs import Run
+from rope_jax.papers.claims import Claim, Verdict, above, as_good, in_words, judge
 from rope_jax.runs.loading import load_run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
@@ -37,7 +37,9 @@ Row = dict[str, Any]  # of a run: position, seed, step, date, machine, jax, eval
 Value = Callable[[Row, int], float]  # a number of a run at a size in pixels
 
 SEEDS = 5  # of each scheme; a claim that they decide narrowly is tested again with seeds 5 to 9
-FEWER_SEEDS = {"rope_mixed+ape": 3}
+EXTEND = "interpolate"  # rule of the further evaluations, `rope_jax evaluate RUN --extend=...`
+INTERPOLATED = {x: f"{x}(extend={EXTEND})" for x in ("rope2d", "rope_mixed")}
+FEWER_SEEDS = dict.fromkeys(("rope_mixed+ape", *INTERPOLATED.values()), 3)
 SMALLER, TRAINED, LARGER = (16, 24), (32,), (40, 48, 64)
 CLAIMS: Mapping[str, Mapping[str, Sequence[Claim]]] = {
     "tiny_imagenet": {
@@ -62,6 +64,12 @@ CLAIMS: Mapping[str, Mapping[str, Sequence[Claim]]] = {
             *above("axial_rope", "rope2d", at=LARGER),
             *above("axial_rope(k_rope=8)", "rope2d", at=LARGER),
         ),
+        "our runs on Fashion-MNIST": [
+            claim
+            for position, interpolated in INTERPOLATED.items()
+            for sizes in (SMALLER, LARGER)
+            for claim in above(interpolated, position, "ape", at=sizes)
+        ],
     }
 }
 # Heo et al., figures 2 and 3: attention of blocks 2 and 3 of 4, at sizes in pixels.
@@ -70,8 +78,22 @@ ATTENTION = {"distance": "mean distance (tokens)", "entropy": "entropy (nats)"}
 BLOCKS, SIDES = (2, 3), (16, 32, 56)
 
 
-def read_row(run: RunResults) -> Row:
-    """Reads a run: its accuracies, and attention distance and entropy by size and block."""
+def describe_run(run: RunResults, position: str, scores: Sequence[Mapping[str, Any]]) -> Row:
+    """The origin of a run, and its accuracies."""
+    finished = (run.workdir / "results.json").stat().st_mtime
+    return {
+        "position": position,
+        "seed": run.config.seed,
+        "step": run.step,
+        "date": datetime.datetime.fromtimestamp(finished, datetime.UTC).isoformat(),
+        "machine": platform.platform(),
+        "jax": jax.__version__,
+        "eval": [{name: row[name] for name in ("resolution", "top1", "count")} for row in scores],
+    }
+
+
+def read_attention(run: RunResults) -> dict[str, Any]:
+    """Measures the attention distance and entropy of a run, by size and block."""
     loaded = load_run(str(run.workdir), step=run.step, seed=run.config.seed)
     attention = {}
     for side in SIDES:
@@ -81,17 +103,7 @@ def read_row(run: RunResults) -> Row:
             name: [round(float(heads.mean()), 5) for heads in getattr(statistics, name)]
             for name in ATTENTION
         }
-    finished = (run.workdir / "results.json").stat().st_mtime
-    return {
-        "position": run.config.model.position,
-        "seed": run.config.seed,
-        "step": run.step,
-        "date": datetime.datetime.fromtimestamp(finished, datetime.UTC).isoformat(),
-        "machine": platform.platform(),
-        "jax": jax.__version__,
-        "eval": [{name: row[name] for name in ("resolution", "top1", "count")} for row in run.rows],
-        "attention": attention,
-    }
+    return attention
 
 
 def recipe(config: Config) -> dict[str, str]:
@@ -111,17 +123,15 @@ def top1(row: Row, side: int) -> float:
 
 def judge_claim(claim: Claim, rows: Sequence[Row], value: Value) -> Verdict:
     """The verdict on a claim about a number of runs, averaged over the claim's sizes."""
-    by_position: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        by_position.setdefault(row["position"], {})[row["seed"]] = row
-    verdicts = claim.judge(
-        [Run("", position) for position in by_position],
-        lambda run, side: {
-            seed: value(row, side) for seed, row in by_position[run.position].items()
-        },
-        after_the_fact=False,
+    better, worse = (
+        {
+            row["seed"]: fmean(value(row, side) for side in claim.at)
+            for row in rows
+            if row["position"] == position
+        }
+        for position in (claim.better, claim.worse)
     )
-    return next(verdicts, {"verdict": "not tested", "interval": None})
+    return judge(better, worse, claim.margin)
 
 
 def is_narrow(verdict: Verdict, margin: float) -> bool:
@@ -259,11 +269,20 @@ def run(
             continue
         for result in read_runs(folder):
             position, seed = result.config.model.position, result.config.seed
-            if any((row["position"], row["seed"]) == (position, seed) for row in rows):
-                continue
             if stored.setdefault("recipe", recipe(result.config)) != recipe(result.config):
                 raise SystemExit(f"{folder} was trained with another recipe than those of {out}")
-            rows.append(read_row(result))
+            known = {row["position"] for row in rows if row["seed"] == seed}
+            new = []
+            if position not in known:
+                attention = {"attention": read_attention(result)}
+                new.append(describe_run(result, position, result.rows) | attention)
+            interpolated = INTERPOLATED.get(position, position)
+            others = [row for row in result.others if row["asked"].get("extend") == EXTEND]
+            if others and interpolated not in known | {position}:
+                new.append(describe_run(result, interpolated, [result.rows[0], *others]))
+            if not new:
+                continue
+            rows += new
             print(f"{position}, seed {seed}", flush=True)
             tables = [
                 tabulate_accuracies(rows),

@@ -5,6 +5,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from benchmarks.evidence import judge_claim, top1
 from docs.results import ROOT
 from rope_jax.names.text import markdown_table
 from rope_jax.papers import published
@@ -13,7 +14,6 @@ from rope_jax.papers.declared import DECLARED
 from rope_jax.papers.figures import Curves
 from rope_jax.papers.kinds import Artifact
 from rope_jax.papers.lab import Lab
-from rope_jax.papers.runs import Run
 from rope_jax.papers.tables import Settings, Table
 
 LABS = [Lab(scale, pathlib.Path("runs/papers")) for scale in ("small", "full")]
@@ -66,38 +66,25 @@ def _claims(artifact: Artifact) -> Iterator[str]:
 
 
 EVIDENCE = "experiments/results/evidence_fashion_cpu.json"
-# Claims of the thesis that were judged on these runs after they had been made; sides of the papers,
-# of which these runs have 28 / 224.
+# Claims of the thesis that were judged on these runs after they had been made.
 LATE = (
-    Claim("axial_rope", "rope2d", at=(256, 320, 384)),
-    Claim("axial_rope(k_rope=8)", "rope2d", at=(256, 320, 384)),
-    Claim("axial_rope(k_rope=8)", "axial_rope", at=(128, 160, 192, 256, 320, 384)),
+    Claim("axial_rope", "rope2d", at=(32, 40, 48)),
+    Claim("axial_rope(k_rope=8)", "rope2d", at=(32, 40, 48)),
+    Claim("axial_rope(k_rope=8)", "axial_rope", at=(16, 20, 24, 32, 40, 48)),
 )
 
 
 def late_claims() -> str:
     """Verdicts on claims about runs that were made before, by size."""
-    results = json.loads((ROOT / EVIDENCE).read_text())["runs"]
-    runs: dict[Run, list] = {}
-    for result in results:
-        position = (result["position"] or "").replace("(k_rope=2)", "")  # the default
-        runs.setdefault(Run(result["backbone"], position), []).append(result)
-
-    def value(run: Run, side: int) -> dict[int, float]:
-        size = [side * 28 // 224] * 2
-        return {
-            result["seed"]: 100 * row["top1"]
-            for result in runs[run]
-            for row in result["eval"]
-            if row["resolution"] == size
-        }
-
+    runs = [
+        run | {"position": run["position"].replace("(k_rope=2)", "")}  # the default
+        for run in json.loads((ROOT / EVIDENCE).read_text())["runs"]
+        if run["backbone"] == "vit"
+    ]
     sides, rows = LATE[-1].at, []
     for claim in LATE:
-        cells = dict.fromkeys(sides, "")
-        for side in claim.at:
-            one = dataclasses.replace(claim, at=(side,), models=("vit",))
-            (verdict,) = one.judge(list(runs), value, after_the_fact=True)
-            cells[side] = in_words(verdict)
-        rows.append([f"`{claim.better}` above `{claim.worse}`", *cells.values()])
-    return markdown_table(["claim", *(f"{side * 28 // 224} px" for side in sides)], rows)
+        at_side = {side: dataclasses.replace(claim, at=(side,)) for side in claim.at}
+        verdicts = {side: judge_claim(one, runs, top1) for side, one in at_side.items()}
+        cells = [in_words(verdicts[side]) if side in verdicts else "" for side in sides]
+        rows.append([f"`{claim.better}` above `{claim.worse}`", *cells])
+    return markdown_table(["claim", *(f"{side} px" for side in sides)], rows)

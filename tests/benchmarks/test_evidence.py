@@ -89,10 +89,11 @@ def test_accuracies_have_the_most_accurate_scheme_first():
 
 def test_runs_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "SIDES", (8, 12))
+    monkeypatch.setattr(evidence, "BLOCKS", (1,))
     folder, other, out = tmp_path / "run", tmp_path / "other", tmp_path / "out.json"
     score = {"top1": 0.5, "count": 40, "protocol": "whole image"}
-    scores = [score | {"resolution": [side, side]} for side in (32, 16)]
-    for run, position, changes in ((folder, "ape", {}), (other, "rope2d", {"epochs": 7})):
+    scores = [score | {"resolution": [side, side]} for side in (32, 16, 24, 40, 48, 64)]
+    for run, position, changes in ((folder, "rope2d", {}), (other, "ape", {"epochs": 7})):
         save_run(run, 3, position=position, seed=4)
         config = {"seed": 4, "model": {"position": position}} | changes
         (run / "config.json").write_text(json.dumps(config))
@@ -102,13 +103,25 @@ def test_runs_are_read_once(tmp_path, monkeypatch):
     )
     collect(folder)
     (row,) = json.loads(out.read_text())["runs"]
-    assert (row["position"], row["seed"]) == ("ape", 4)
+    assert (row["position"], row["seed"]) == ("rope2d", 4)
     assert [{**x, "protocol": "whole image"} for x in row["eval"]] == scores
     assert {*row["attention"]} == {"8", "12"}
     assert row["attention"]["12"]["entropy"][0] > row["attention"]["8"]["entropy"][0] > 0
-    monkeypatch.setattr(evidence, "read_row", lambda run: pytest.fail("it is in the file"))
+    monkeypatch.setattr(evidence, "read_attention", lambda run: pytest.fail("it is in the file"))
     (tmp_path / "unfinished").mkdir()
     collect(folder, tmp_path / "unfinished", out)
     assert json.loads(out.read_text())["runs"] == [row]
+    further = [
+        row | {"top1": top1, "asked": {"extend": rule}}
+        for rule, top1 in (("ntk", 0.7), ("interpolate", 0.6))
+        for row in scores[1:]
+    ]
+    (folder / "evaluations.json").write_text(json.dumps({"rows": further}))
+    for _ in range(2):
+        collect(folder)
+        before, interpolated = json.loads(out.read_text())["runs"]
+        assert before == row
+        assert interpolated["position"] == "rope2d(extend=interpolate)"
+        assert [evidence.top1(interpolated, side) for side in (32, 16)] == [50, 60]
     with pytest.raises(SystemExit, match="trained with another recipe"):
         collect(other)
