@@ -331,10 +331,10 @@ def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
     if not head.items() <= stored.items():  # of another scale or other images
         stored = head | {"artifacts": {}}
     if lab.only and name in stored["artifacts"]:  # the other rows stay
-        text = lambda cell: json.dumps(cell["key"], sort_keys=True)
-        cells = {text(cell): cell for cell in stored["artifacts"][name]["cells"]}
-        cells |= {text(cell): cell for cell in entry["cells"]}
-        entry = entry | {"cells": list(cells.values())}
+        for part, key in (("cells", "key"), ("claims", "claim")):
+            both = (*stored["artifacts"][name][part], *entry[part])
+            newest = {json.dumps(each[key], sort_keys=True): each for each in both}
+            entry = entry | {part: list(newest.values())}
     stored["artifacts"][name] = entry
     entries = stored["artifacts"]
     stored["artifacts"] = {name: entries[name] for name in ARTIFACTS if name in entries}

@@ -23,6 +23,7 @@ from rope_jax.papers.kinds import (
     given_dataset,
     given_runs,
     given_sides,
+    key_names,
     lab_words,
     make_cell,
 )
@@ -153,9 +154,9 @@ class Gains(Curves):
     def cells(self, lab: Lab) -> list[Cell]:
         bases: dict[tuple, Cell] = {}  # model and side -> cell of the first scheme
         made = []
-        for each in super().cells(lab):
+        for each in super().cells(dataclasses.replace(lab, only=())):
             base = bases.setdefault((each["key"]["model"], *each["key"]["resolution"]), each)
-            if base is not each:
+            if base is not each and lab.wants(key_names(each["key"])):
                 numbers = [each["published"], base["published"]]
                 value = None if None in numbers else round(numbers[0] - numbers[1], 3)
                 ours = _difference(each["ours"], base["ours"])
@@ -193,7 +194,7 @@ class Attention(Lines):
 
         def measure(loaded: LoadedModel) -> dict[str, list[float]]:
             images = _batches(lab, loaded, str(size), count, 32)
-            statistics = attention_statistics(loaded.model, images)
+            statistics = attention_statistics(loaded.at((size, size)), images)
             return {
                 name: [float(np.mean(heads)) for heads in getattr(statistics, name)]
                 for name in ("distance", "entropy")

@@ -12,9 +12,9 @@ import numpy as np
 
 from rope_jax.analysis.intervals import student, wilson
 from rope_jax.analysis.runs import RunResults, read_runs
-from rope_jax.config import model_overrides
+from rope_jax.config import ConfigError, model_overrides
 from rope_jax.config.settings import ModelConfig
-from rope_jax.evaluate import read_evaluations
+from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import FRACTIONS, Row, main_score
 from rope_jax.papers.published import same_position
 from rope_jax.papers.runs import Run, Scale, StandIn, stand_in
@@ -307,11 +307,15 @@ class Lab:
     def rows(self, run: Run) -> dict[int, tuple[pathlib.Path, list[Row]]]:
         """The rows of a run's results by seed, with its folder; none before its end."""
         if self.given is not None:
-            return {
-                result.config.seed: (result.workdir, [*result.rows, *result.others])
-                for result in self.given
-                if _same_model(run, result.config.model)
-            }
+            given = [x for x in self.given if _same_model(run, x.config.model)]
+            by_seed = {result.config.seed: result for result in given}
+            if hidden := [result for result in given if result not in by_seed.values()]:
+                seed = hidden[0].config.seed
+                raise ConfigError(
+                    f"--runs: {hidden[0].workdir} and {by_seed[seed].workdir} are two runs of "
+                    f"{run.model} with {run.position} and seed {seed}: name one of them"
+                )
+            return {x: (result.workdir, _own_rows(result)) for x, result in by_seed.items()}
         if not self.stages(run):
             return {}
         found = {}
@@ -387,15 +391,15 @@ class Lab:
     def analyse(
         self, run: Run, name: str, function: Callable[[LoadedModel], Any]
     ) -> dict[int, tuple[str, Any]]:
-        """`function` of a run's model by seed, kept in the run's folder as reproduce_NAME.json."""
+        """`function` of a run's model by seed, kept in its folder as reproduce_NAME_SEED.json."""
         values = {}
-        for seed, (folder, rows) in self.rows(run).items():
-            path = folder / f"reproduce_{name}.json"
-            step = rows[0].get("asked", {}).get("step")
+        for seed, (folder, _) in self.rows(run).items():
+            path = folder / f"reproduce_{name}_{seed}.json"
+            step = (read_results(folder) or {}).get("step")
             stored = read_json(path) if path.exists() else None
             if stored is None or stored["step"] != step:
                 try:
-                    stored = {"step": step, "value": function(self.load(run, folder))}
+                    stored = {"step": step, "value": function(self.load(run, folder, seed))}
                 except ValueError:
                     if self.given is None and run.position not in self.schemes:
                         raise
@@ -405,9 +409,11 @@ class Lab:
             values[seed] = (folder.name, stored["value"])
         return values
 
-    def load(self, run: Run, folder: pathlib.Path) -> LoadedModel:
-        """The trained model of a run in a folder, or the authors'."""
-        if self.scale != "released" or self.given is not None:
+    def load(self, run: Run, folder: pathlib.Path, seed: int) -> LoadedModel:
+        """The trained model of a run in a folder, or the authors'; `seed` is of the user's runs."""
+        if self.given is not None:
+            return load_run(str(folder), seed=seed)
+        if self.scale != "released":
             return load_run(str(folder))
         return load_published(self.released(run), self.weights_dir)
 
@@ -416,7 +422,24 @@ class Lab:
 def _rows_of(folder: pathlib.Path, *changed: int) -> list[Row]:
     """The rows of a run's files, which are read again only after they have changed."""
     (result,) = read_runs(folder)
-    return [*result.rows, *result.others]
+    return _own_rows(result)
+
+
+def _own_rows(result: RunResults) -> list[Row]:
+    """The rows of a run's results, and evaluations of the same step by the rules of its config."""
+    own = result.config.eval
+    rules = {
+        "step": result.step,
+        "windows": "scaled" if own.scale_windows else "kept",
+        "extend": own.extend,
+        "log_scale": own.log_scale or None,
+        "rpb_shrink": None,
+        "limit": None,
+    }
+    asked = lambda row: {name: row["asked"].get(name) or None for name in rules}
+    of_files = lambda row: row["asked"].get("images") and row["asked"]["dataset"] == "folder"
+    others = [row for row in result.others if asked(row) == rules and not of_files(row)]
+    return [*result.rows, *others]
 
 
 def _same_model(run: Run, model: ModelConfig) -> bool:

@@ -10,6 +10,7 @@ import rope_jax
 from rope_jax.commands import reproduce
 from rope_jax.evaluate.results import write_results
 from rope_jax.papers import published
+from rope_jax.papers.lab import Lab
 from tests.refusals import expect_refusal
 
 SMOKE = "--scale=smoke"
@@ -67,6 +68,19 @@ def test_finished_runs_are_not_repeated(ablation, monkeypatch):
     folder, results = ablation
     monkeypatch.setattr(reproduce.run, "train", lambda *_: pytest.fail("trained again"))
     assert run(folder, ABLATIONS, SMOKE, "--only=imprint=none") == results
+
+
+def test_cells_and_claims_of_rows_that_are_not_made_stay(tmp_path):
+    cell = lambda position, mean: {"key": {"position": position}, "ours": mean}
+    claim = lambda words, verdict: {"claim": words, "verdict": verdict}
+    entry = lambda *rows: {"cells": [cell(*x) for x in rows], "claims": [claim(*x) for x in rows]}
+    for lab, made in (
+        (Lab("small", tmp_path), entry(("ape", 1), ("rope2d", 2))),
+        (Lab("small", tmp_path, only=("rope2d",)), entry(("rope2d", 3))),
+    ):
+        reproduce._add_result("heo/figure_6", made, lab)
+    stored = json.loads((tmp_path / "results.json").read_text())["artifacts"]["heo/figure_6"]
+    assert stored == entry(("ape", 1), ("rope2d", 3))
 
 
 def test_own_runs_are_shown_instead(ablation, tmp_path):
