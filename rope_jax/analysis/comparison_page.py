@@ -221,7 +221,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
                     row["dataset"],
                     size_text(row["resolution"]),
                     score([row]).text(),
-                    *(percent(row[name]) for name in others),
+                    *(percent(row.get(name)) for name in others),
                     row["protocol"],
                 )
             )

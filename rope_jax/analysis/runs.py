@@ -89,7 +89,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
 
 
 def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
-    """Groups runs that differ only in their seed, or in settings that do not affect results.
+    """Groups runs of equal steps that differ only in their seed or in settings without effect.
 
     Returns:
         Label -> runs. The label is the position; the model is added if there are several, as are
@@ -116,7 +116,7 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
     )
     by_settings: dict[tuple, list[RunResults]] = {}
     for run in runs:
-        group = by_settings.setdefault(shared(run.config), [])
+        group = by_settings.setdefault((run.step, shared(run.config)), [])
         if duplicates := [other.workdir for other in group if other.config.seed == run.config.seed]:
             raise ValueError(
                 f"{duplicates[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "

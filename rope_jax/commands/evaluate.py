@@ -214,6 +214,8 @@ def _identity(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         identity["sha256"] = loaded.sha256
     if config is not None:
         identity["seed"] = config.seed
+    else:  # from which schemes extend, and at which tables were drawn or resized first
+        identity["image_size"] = list(loaded.image_size)
     if args.extend is not None or args.log_scale:
         identity |= {"extend": args.extend, "log_scale": args.log_scale}
     return identity

@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 from rope_jax import config as cfg
 from rope_jax.analysis.comparison import paired_differences
 from rope_jax.analysis.intervals import newcombe
-from rope_jax.analysis.runs import RunResults
+from rope_jax.analysis.runs import RunResults, group_runs
 from tests.analysis.test_report import rows
 
 
@@ -32,6 +33,13 @@ def test_equal_seeds_are_paired():
     expected = (0.03, 0.03 - half, 0.03 + half)
     np.testing.assert_allclose(difference, expected, rtol=1e-5)
     assert difference.text("+") == "+3.0 [+0.5, +5.5]"
+
+
+def test_seeds_of_different_steps_are_not_averaged():
+    first, second = run("ape", 0, ((8, 8), 0.9)), run("ape", 1, ((8, 8), 0.3))
+    assert [*group_runs([first, second]).values()] == [[first, second]]
+    later = dataclasses.replace(second, step=2)
+    assert [*group_runs([first, later]).values()] == [[first], [later]]
 
 
 def test_the_interval_for_images_matches_the_publication():

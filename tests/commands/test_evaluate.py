@@ -160,6 +160,8 @@ def test_other_weights_and_older_rows_are_measured_again(command, tmp_path):
     save_pretrained(other, tmp_path / "w.safetensors", source="timm")
     rows, _ = command()
     assert len({entry["asked"]["sha256"] for entry in rows[1:]}) == len(rows[1:]) == 2
+    rows, _ = command("--image_size=16", "--resolutions=8")  # from which schemes extend
+    assert len(rows) == 4
 
 
 def test_the_first_of_several_processes_writes(command, tmp_path, monkeypatch):
