@@ -78,7 +78,8 @@ def attention(
         batch_size: images in a step
     """
     batches = image_batches(loaded, images, resolution, count, batch_size)
-    statistics = attention_statistics(loaded.model, (batch for _, batch in batches))
+    model = loaded.at(image_pair(resolution or loaded.image_size))
+    statistics = attention_statistics(model, (batch for _, batch in batches))
     for name, label in _ATTENTION.items():
         plots.values_by_layer(
             getattr(statistics, name), _png(stem, name), label=label, title=loaded.title
@@ -120,7 +121,7 @@ def maps(
         query: y,x of the query; default: the class token, or the centre
     """
     pixels, batch = next(image_batches(loaded, images, resolution, count, batch_size))
-    layers = attention_maps(loaded.model, batch[:1], query=query)
+    layers = attention_maps(loaded.at(batch.shape[1:3]), batch[:1], query=query)
     shown = _by_layer(heads[0].mean(0) for heads in layers)
     (position, _), *_ = loaded.model.positions(loaded.image_size)
     of_class_token = query is None and position.stage.prefix > 0
@@ -224,18 +225,19 @@ def joining(
         batch_size: images in a step
     """
     size = image_pair(resolution or loaded.image_size)
-    stages = stage_positions(loaded.model, size)
+    model = loaded.at(size)
+    stages = stage_positions(model, size)
     results: Results = {}
     for grid, rows in stages:
         for name, values in position_measures(rows, grid).items():
             results.setdefault(name, []).extend(values)
     try:
-        check_described(loaded.model, size)
+        check_described(model, size)
     except NotDescribed as error:
         print(f"the reach alone: {error}", file=sys.stderr)
     else:
         batches = image_batches(loaded, images, resolution, count, batch_size)
-        results |= measure_batches(loaded.model, (batch for _, batch in batches))
+        results |= measure_batches(model, (batch for _, batch in batches))
     curves = _joining_curves(results)
     lines: dict[str, Any] = {}
     for name, (values, panel) in curves.items():
@@ -304,7 +306,7 @@ def learned_frequencies(loaded: LoadedModel, stem: pathlib.Path, *, stage: Count
     if stage > len(stages):
         raise ConfigError(f"--stage={stage} must be from 1 to {len(stages)}, the model's stages")
     trained, grid = stages[stage - 1]
-    if not trained.learnable:
+    if not any(x.learnable and x.acts == "rotation" for x in trained.schemes()):
         raise ConfigError(
             f"{loaded.position} has no learned frequencies: use rope_mixed or axial_rope_v1"
         )

@@ -103,7 +103,8 @@ def stage_positions(
 
     LaPE adds an embedding to the normalised tokens of every layer. An absolute embedding w is added
     once to the tokens of a stage, and layer l receives it through its layer norm, as LN_l(w), or
-    with `post_norm` as w itself.
+    with `post_norm` as w itself. Where a scheme changes the tokens between layers, such as
+    `lape(ape,join=unshare)`, w is from there on what it makes of w.
     Embeddings of prefix tokens are left out, and so are stages without an embedding.
 
     >>> import rope_jax
@@ -122,15 +123,15 @@ def stage_positions(
     for part, grid in zip(model.parts().values(), model.grids(image_size), strict=True):
         once, added = embeddings(part.position, grid)
         if once is not None:
-            blocks = list_blocks(part.blocks, part.position.stage.depth)
-            added = np.stack(
-                [
-                    once
-                    if getattr(block, "post_norm", False)
-                    else layer_norm(once, *norm_arguments(block.norm1))
-                    for block in blocks
-                ]
-            )
+            depth, rows = part.position.stage.depth, []
+            mixed = part.position.mix_after(depth)
+            for layer, block in enumerate(list_blocks(part.blocks, depth)):
+                if layer - 1 in mixed:
+                    tokens = part.position.mix(jnp.asarray(once[None]), grid, layer - 1)
+                    once = np.asarray(tokens[0], np.float64)
+                post_norm = getattr(block, "post_norm", False)
+                rows.append(once if post_norm else layer_norm(once, *norm_arguments(block.norm1)))
+            added = np.stack(rows)
         if added is not None:
             stages.append((grid, added[:, -grid[0] * grid[1] :]))
     if not stages:

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
         loaded = load_model(args)
         size = image_pair(args.resolution) if args.resolution else loaded.image_size
         export(
-            loaded.model,
+            loaded.at(size),
             args.out,
             resolution=size,
             batch=args.batch,

@@ -11,7 +11,8 @@ from flax import nnx
 
 from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.names.text import image_pair
-from rope_jax.runs.restore import read_checkpoint
+from rope_jax.positions.extension import extend_rotations
+from rope_jax.runs.restore import read_checkpoint, start_from
 from rope_jax.system.files import file_sha256
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, load_pretrained
@@ -32,7 +33,7 @@ class LoadedModel:
 
     Attributes:
         model: with its weights.
-        create: creates the model with its initial weights.
+        create: creates the model with the weights from which its training started.
         name, position: as for `create_model`.
         image_size: (height, width) in pixels, at training or creation.
         preprocessing: resizing, crop and normalisation that the weights expect.
@@ -54,6 +55,16 @@ class LoadedModel:
     step: int | None = None
     sha256: str | None = None
     released: ReleasedWeights | None = None
+
+    def at(self, size: tuple[int, int]) -> nnx.Module:
+        """A copy for images of (height, width) pixels, by the rules of its run's evaluation."""
+        model = nnx.clone(self.model)
+        if self.config is not None:
+            if self.config.eval.scale_windows:
+                model.scale_windows()
+            extend_rotations(model, self.config.eval.extend, self.config.eval.log_scale)
+        model.resize(size)
+        return model
 
     @property
     def title(self) -> str:
@@ -90,7 +101,7 @@ def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) 
     averaged = ", averaged weights (EMA)" if config.averaged else ""
     return LoadedModel(
         model,
-        functools.partial(create, config),
+        functools.partial(_create_untrained, config),
         model.name,
         model.notation,
         model.image_size,
@@ -100,6 +111,13 @@ def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) 
         step=step,
         sha256=file_sha256(f"{workdir}/checkpoints/{step}/manifest.json"),
     )
+
+
+def _create_untrained(config: Config) -> nnx.Module:
+    model = create(config)
+    if config.init_from:
+        start_from(model, config.init_from, config.data)
+    return model
 
 
 def load_published(weights: ReleasedWeights, weights_dir: str | None = None) -> LoadedModel:

@@ -1,5 +1,6 @@
 """Models from files: a run's checkpoint, or initial weights for another run."""
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -9,12 +10,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from rope_jax.config import Config, blame, resolve_stored
+from rope_jax.config import Config, ConfigError, blame, differences, resolve_stored
 from rope_jax.config.settings import DataConfig
 from rope_jax.names import plugins
 from rope_jax.names.notation import parse
 from rope_jax.names.options import convert
-from rope_jax.system.files import warn
+from rope_jax.system.files import read_json, warn
 from rope_jax.system.sharding import make_mesh, replicate, with_shardings
 from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import Checkpoints
@@ -105,7 +106,7 @@ def read_checkpoint(
         entries = checkpoints.about(step)
         stored, where = entries.get("config"), f"checkpoint {step} of {path}"
         plugins.load(plugins.stored_names(stored), required_by=f"of the run {path}")
-        config = resolve_stored(stored, where)
+        config = _as_resumed(resolve_stored(stored, where), pathlib.Path(path))
         if ema and config.ema_decay is None:
             raise ValueError(
                 "ema=True, but this run kept no averaged weights (--config.ema_decay): use "
@@ -125,6 +126,15 @@ def read_checkpoint(
     names = tuple[str, ...] | None
     model.class_names = convert(entries.get("class_names"), names, f"class_names of {where}")
     return model, seed_config, step
+
+
+def _as_resumed(config: Config, workdir: pathlib.Path) -> Config:
+    """The config of the run's last command, unless it or its file is of another training."""
+    with contextlib.suppress(OSError, ValueError, ConfigError):
+        newest = resolve_stored(read_json(workdir / "config.json"), workdir / "config.json")
+        if not differences(config, newest):
+            return newest
+    return config
 
 
 def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:

@@ -130,6 +130,12 @@ def test_positions_of_layers():
     expected += norm.bias[1]
     ((_, rows),) = stage_positions(model, size)
     np.testing.assert_allclose(rows[1], expected, atol=1e-5)
+    model = small_model("deit_ti16", "lape(ape,join=unshare)")
+    ((_, rows),) = stage_positions(model, size)
+    model.position.inner.embedding[...] = -model.position.later[0].embedding[...]
+    ((_, changed),) = stage_positions(model, size)
+    assert (changed[0] != rows[0]).any()
+    np.testing.assert_allclose(changed[1], model.blocks[1].norm1.bias * jnp.ones((15, 1)))
     with pytest.raises(ValueError, match="adds no embedding to the tokens"):
         stage_positions(small_model("deit_ti16", "rope2d"), size)
 

@@ -132,6 +132,8 @@ def test_several_models_and_sizes_have_files_of_their_own_and_common_pictures(tm
     }
     with expect_refusal(capsys, "the same model is named twice"):
         main(["decay", runs[0], runs[0], f"--out={out}"])
+    with expect_refusal(capsys, "no learned frequencies"):  # the table of ape is no frequency
+        main(["learned", *DIGITS, "--position=rope2d+ape", f"--out={out}"])
 
 
 @pytest.mark.parametrize(

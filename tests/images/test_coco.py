@@ -43,6 +43,17 @@ def test_training_skips_images_without_objects(folder):
     np.testing.assert_array_equal(images.annotations.counts(), [2, 1, 2, 1])
 
 
+def test_images_may_lie_in_subfolders(folder):
+    before = open_set(folder).example(0)["image"]
+    (folder / "train2017" / "part").mkdir()
+    (folder / "train2017" / "000000000002.jpg").rename(folder / "train2017" / "part" / "a.jpg")
+    content = annotations()
+    (entry,) = [image for image in content["images"] if image["id"] == 2]
+    entry["file_name"] = "part/a.jpg"
+    write_annotations(folder, "train", content)
+    np.testing.assert_array_equal(open_set(folder).example(0)["image"], before)
+
+
 def test_outside_boxes_are_clipped_and_empty_ones_skipped(folder, capsys):
     content = annotations()
     for k, box in {0: [-4, -6, 30, 26], 1: [60, 20, 30, 0], 3: [80, 8, 25, 20]}.items():

@@ -1,4 +1,6 @@
 import argparse
+import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,27 @@ def test_the_origin_of_weights_names_seed_and_step(tmp_path):
         assert loaded.weights == f"{workdir}, seed 3, step 8{averaged}"
         hashes.add(loaded.sha256)
     assert len(hashes) == 3  # the same step and weights, but of other runs
+
+
+def test_a_run_is_loaded_as_its_last_command_left_it(tmp_path):
+    """Not with settings of another training, such as those of a folder copied into it."""
+    save_run(tmp_path, 3, position="rope2d")
+    trained = dataclasses.asdict(load(tmp_path).config)
+    later = {"data": trained["data"] | {"path": "moved"}, "eval": {"extend": "interpolate"}}
+    for changes, path in ((later, "moved"), (later | {"epochs": 99.0}, trained["data"]["path"])):
+        (tmp_path / "config.json").write_text(json.dumps(trained | changes))
+        loaded = load(tmp_path)
+        assert loaded.config.data.path == path
+        rule = "interpolate" if path == "moved" else "none"
+        assert loaded.at((16, 16)).position.extension.extend == rule
+        assert loaded.model.position.extension.extend == "none"
+
+
+def test_models_are_created_as_before_their_training(tmp_path):
+    first = save_run(tmp_path / "first", 3, position="rope_mixed", seed=7)
+    save_run(tmp_path / "second", 3, position="rope_mixed", init_from=str(tmp_path / "first"))
+    before = load(tmp_path / "second").create()
+    assert jnp.array_equal(before.position.mixed[...], first.position.mixed[...])
 
 
 def test_models_are_loaded_by_name(tmp_path):
