@@ -52,20 +52,14 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=234,
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     model, options, batch = BASELINES.get(args.variant, (args.variant, "", 128))
     config.batch_size = batch
     config.dtype = "bfloat16"
 
     config.model.name = model
     config.model.options = options
-    config.model.position = args.position
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
     config.data.mean = (0.0, 0.0, 0.0)
     config.data.std = (1.0, 1.0, 1.0)
     config.data.workers = 16

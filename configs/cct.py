@@ -57,8 +57,7 @@ def get_config(arguments: str | None = None):
         seed=121,
     )
     rate, start, mixed, mean, std = SETS[args.dataset]
-    config = cfg.default()
-    config.seed = args.seed
+    config = cfg.default(**args)
     config.epochs = args.epochs + 10
     config.batch_size = 128
     config.dtype = "bfloat16"
@@ -68,9 +67,6 @@ def get_config(arguments: str | None = None):
     if args.position is not None:
         config.model.position = cfg.with_options(args.position, "ape", std=0.2, resize="bilinear")
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
     config.data.mean = mean
     config.data.std = std
     config.data.augment = (

@@ -74,25 +74,19 @@ def get_config(arguments: str | None = None):
     resolution, rate, drop_path = (
         (224, 1e-5, FINETUNE[args.variant]) if finetune else PRETRAIN[args.variant]
     )
-    config = cfg.default()
-    config.seed = args.seed
+    config = cfg.default(**args)
     config.epochs = args.epochs or (20.0 if finetune else 400.0)
     config.batch_size = 512 if finetune else 2048
     config.dtype = "bfloat16"
     config.loss = "softmax" if finetune else "binary"
     config.label_smoothing = 0.1 if finetune else 0.0
     config.ema_decay = 0.99996
-    config.init_from = args.init_from
 
     config.model.name = f"deit3_{args.variant}16"
-    config.model.position = args.position
     config.model.options = f"drop_path={drop_path}"
 
-    config.data.source = args.source
-    config.data.path = args.path
     config.data.image_size = args.resolution or resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.repeats = 1 if finetune else 3
     if finetune:

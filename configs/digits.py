@@ -22,16 +22,13 @@ def get_config(arguments: str | None = None):
     settings = {"position": "rope_mixed", "epochs": 60.0, "seed": 0, "resolutions": "8"}
     args = cfg.recipe_arguments(arguments, **settings)
     first, *others = cfg.recipe_sides(args.resolutions)
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = 128
     config.label_smoothing = 0.1
     config.log_every = 50
     config.checkpoint_every = 200
 
     config.model.name = "vit_digits"
-    config.model.position = args.position
 
     config.data.source = "digits"
     config.data.image_size = first

@@ -76,24 +76,17 @@ def get_config(arguments: str | None = None):
     model, options, drop_path = VARIANTS[args.variant]
     window = f"window_size={args.window_size or (7 if model.startswith('swin') else 14)}"
     model_options = (options, window, "window_padding=tokens", f"drop_path={drop_path}")
-    config = cfg.default()
-    config.seed = args.seed
-    config.steps = args.steps
+    config = cfg.default(**args)
     config.batch_size = 16
     config.dtype = "bfloat16"
 
     config.model.name = model
-    config.model.position = args.position
     config.model.head = "dino"
     config.model.options = ",".join(filter(None, model_options))
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
     config.data.canvases = ((800, 1344), (1344, 800), 1088, 1216, 1344)
     config.data.max_boxes = 100
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = "detr_crop+flip"
 

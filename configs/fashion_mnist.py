@@ -43,9 +43,7 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     name, options, image_size, resolutions = BACKBONES[args.backbone]
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = 48
     config.label_smoothing = 0.1
     config.log_every = 100
@@ -56,9 +54,7 @@ def get_config(arguments: str | None = None):
     config.model.position = args.position or default
 
     config.data.source = "idx"
-    config.data.path = args.path
     config.data.image_size = image_size
-    config.data.augment = args.augment
 
     config.optim.learning_rate = 2e-3
     config.optim.warmup_epochs = 0.5

@@ -45,24 +45,15 @@ def get_config(arguments: str | None = None):
             "recipe argument weights= is missing: the weights to start from, `released` for the "
             "authors', a file, a hub id, or the workdir of a run"
         )
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
-    config.batch_size = args.batch_size
+    config = cfg.default(**args)
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
     config.init_from = args.weights
     config.log_every = 10
 
-    config.model.name = args.model
-    config.model.position = args.position
     config.model.options = "drop_path=0.1"
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.augment = (
         "resized_crop(scale_min=0.35,interpolation=bicubic)+flip"
         "+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"

@@ -57,8 +57,7 @@ def get_config(arguments: str | None = None):
             f"its family is not one of {', '.join(FAMILIES)}"
         )
     batch_size, rate, least, decay, warmup, cooldown, crop = FAMILIES[family]
-    config = cfg.default()
-    config.seed = args.seed
+    config = cfg.default(**args)
     config.epochs = args.epochs + cooldown
     config.batch_size = batch_size
     config.dtype = "bfloat16"
@@ -69,11 +68,7 @@ def get_config(arguments: str | None = None):
     inner = "sincos1d" if family == "t2t" else "ape"  # T2T-ViT's is a frozen sinusoid
     config.model.position = args.position or f"lape({inner})"
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.repeats = 3 if family in ("deit", "ceit") else 1
     kernel = "random" if family == "t2t" else "bicubic"

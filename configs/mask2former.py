@@ -48,22 +48,15 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.steps = args.steps
+    config = cfg.default(**args)
     config.batch_size = 16
     config.dtype = "bfloat16"
 
     config.model.name = args.variant
-    config.model.position = args.position
     config.model.head = "mask2former"
     config.model.options = "drop_path=0.3,window_padding=tokens"
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = (
         f"scaled_crop(low=0.5,high=2.0,short={args.resolution},long={4 * args.resolution},"

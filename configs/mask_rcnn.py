@@ -56,27 +56,20 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     model, drop_path = VARIANTS[args.variant]
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = 8
 
     config.model.name = model
-    config.model.position = args.position
     config.model.head = "mask_rcnn"
     config.model.options = (
         "attention=window,window_size=14,window_padding=qkv,global_blocks=(2,5,8,11),added=last,"
         f"drop_path={drop_path}"
     )
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
     # Training images have up to 1,024 pixels a side, those of an evaluation 1,333.
     config.data.canvases = ((800, 1024), (1024, 800), 1024, (800, 1344), (1344, 800), 1344)
     config.data.max_boxes = 100
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = "detr_crop(window=1024)+flip"
 

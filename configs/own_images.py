@@ -32,21 +32,13 @@ def get_config(arguments: str | None = None):
         batch=256,
         seed=0,
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = args.batch
     config.label_smoothing = 0.1
 
-    config.model.name = args.model
-    config.model.position = args.position
-
     default = "npz" if str(args.path).endswith(".npz") else "folder"
     config.data.source = args.source or default
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.augment = "resized_crop(scale_min=0.35)+flip+three_augment+color_jitter"
 
     config.mix.mixup = 0.8

@@ -36,26 +36,22 @@ def get_config(arguments: str | None = None):
     """Arguments: variant, resolutions, position, epochs, source, path, seed.
 
     variant is ti, s or b; resolutions are pixels joined by +, of which the first is that of the
-    evaluation; position None is the model's own; epochs None are those of the variant.
+    evaluation; position None is the model's own; epochs 0 are those of the variant.
     """
     args = cfg.recipe_arguments(
         arguments,
+        {"variant": VARIANTS},
         variant="s",
         resolutions="224",
         position=None,
-        epochs=None,
+        epochs=0.0,
         source="folder",
         path=None,
         seed=0,
     )
-    if args.variant not in VARIANTS:
-        raise cfg.ConfigError(
-            f"recipe argument variant={args.variant}: use one of {', '.join(VARIANTS)}"
-        )
     rate, epochs, warmup, drop_path, clip = VARIANTS[args.variant]
     first, *others = cfg.recipe_sides(args.resolutions)
-    config = cfg.default()
-    config.seed = args.seed
+    config = cfg.default(**args)
     config.epochs = args.epochs or epochs
     config.batch_size = 1024
     config.dtype = "bfloat16"
@@ -64,15 +60,11 @@ def get_config(arguments: str | None = None):
         config.distill = "smooth_l1"
 
     config.model.name = f"resformer_{args.variant}16"
-    config.model.position = args.position
     config.model.options = f"drop_path={drop_path}"
 
-    config.data.source = args.source
-    config.data.path = args.path
     config.data.image_size = first
     config.data.more_sizes = tuple(others)
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.repeats = 3
     config.data.augment = (

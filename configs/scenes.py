@@ -21,16 +21,12 @@ def get_config(arguments: str | None = None):
     args = cfg.recipe_arguments(
         arguments, position="rope_mixed", head="linear(cells=4)", epochs=40.0, seed=0
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = 8
     config.log_every = 500
     config.checkpoint_every = 2500
 
     config.model.name = "vit_digits"
-    config.model.position = args.position
-    config.model.head = args.head
     config.model.options = "patch_size=8,width=96,depth=4,heads=3"
 
     config.data.source = "scenes"

@@ -20,16 +20,12 @@ def get_config(arguments: str | None = None):
     args = cfg.recipe_arguments(
         arguments, position="rope_mixed", init_from="runs/scenes", epochs=8.0, seed=0
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = 8
     config.log_every = 250
     config.checkpoint_every = 1000
-    config.init_from = args.init_from
 
     config.model.name = "vit_digits"
-    config.model.position = args.position
     config.model.head = (
         "dino(width=64,levels=1,groups=8,heads=4,points=2,encoder_depth=1,decoder_depth=2,"
         "hidden=128,queries=30,denoising=12,detections=60)"

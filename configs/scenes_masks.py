@@ -17,32 +17,10 @@ def get_config(arguments: str | None = None):
     args = cfg.recipe_arguments(
         arguments, position="rope_mixed", init_from="runs/scenes", epochs=4.0, seed=0
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
-    config.batch_size = 8
-    config.log_every = 250
-    config.checkpoint_every = 1000
-    config.init_from = args.init_from
-
-    config.model.name = "vit_digits"
-    config.model.position = args.position
+    config = cfg.load_recipe(cfg.with_arguments("scenes_boxes", **args))
     config.model.head = (
         "mask_rcnn(width=32,hidden=128,anchor_samples=64,box_samples=16,train_candidates=100,"
         "candidates=50,proposals=50,detections=30)"
     )
-    config.model.options = "patch_size=8,width=96,depth=4,heads=3"
-
-    config.data.source = "scenes"
-    config.data.image_size = 64
-    config.data.max_boxes = 6
-
-    config.optim.learning_rate = 1e-3
-    config.optim.warmup_steps = 100
-    config.optim.b2 = 0.99
-    config.optim.weight_decay = 0.05
-    config.optim.clip_norm = 1.0
-
     config.eval.resolutions = (96,)
-    config.eval.batch_size = 50
     return config

@@ -44,9 +44,7 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    config = cfg.default()
-    config.seed = args.seed
-    config.steps = args.steps
+    config = cfg.default(**args)
     config.batch_size = 8
     config.dtype = "bfloat16"
     config.loss_pixels = "valid"
@@ -56,11 +54,7 @@ def get_config(arguments: str | None = None):
     config.model.head = "segmenter"
     config.model.options = "norm_epsilon=1e-5,drop_path=0.1"
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = (
         f"scaled_crop(low=0.5,high=2.0,short={args.resolution},long={4 * args.resolution},"

@@ -46,10 +46,7 @@ def get_config(arguments: str | None = None):
     )
     native, position = (256, "cpb") if args.variant.startswith("swinv2") else (224, "rpb")
     resolution = args.resolution or native
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
-    config.batch_size = args.batch_size
+    config = cfg.default(**args)
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
 
@@ -58,11 +55,8 @@ def get_config(arguments: str | None = None):
     if resolution != native:
         config.model.options = "window_size=None"  # a thirty-second of the image: 12 tokens at 384
 
-    config.data.source = args.source
-    config.data.path = args.path
     config.data.image_size = resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = (
         "resized_crop(interpolation=bicubic)+flip"

@@ -44,8 +44,7 @@ def get_config(arguments: str | None = None):
         seed=42,
     )
     table_base = args.base == "table" and args.variant.endswith(("_base", "_b", "_b16"))
-    config = cfg.default()
-    config.seed = args.seed
+    config = cfg.default(**args)
     config.epochs = args.epochs + 10
     config.batch_size = 1024
     config.dtype = "bfloat16"
@@ -55,11 +54,7 @@ def get_config(arguments: str | None = None):
     config.model.name = args.variant
     config.model.position = cfg.with_options(args.position, "rpb", decay=True)
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = (
         "resized_crop(interpolation=random)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"

@@ -41,22 +41,17 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     name, options = BACKBONES[args.backbone]
-    config = cfg.default()
-    config.seed = args.seed
-    config.epochs = args.epochs
+    config = cfg.default(**args)
     config.batch_size = 256
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
 
     config.model.name = name
     config.model.options = options
-    config.model.position = args.position
 
     config.data.source = "npz"
-    config.data.path = args.path
     config.data.image_size = 64
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.augment = (
         "resized_crop(scale_min=0.35)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"
     )

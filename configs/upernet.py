@@ -58,9 +58,7 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     model, head, batch_size, rate, layer_decay, drop_path = VARIANTS[args.variant]
-    config = cfg.default()
-    config.seed = args.seed
-    config.steps = args.steps
+    config = cfg.default(**args)
     config.batch_size = batch_size
     config.dtype = "bfloat16"
     config.loss_pixels = "all"
@@ -71,11 +69,7 @@ def get_config(arguments: str | None = None):
     config.model.head = head
     config.model.options = "" if drop_path is None else f"drop_path={drop_path}"
 
-    config.data.source = args.source
-    config.data.path = args.path
-    config.data.image_size = args.resolution
-    config.data.mean = cfg.IMAGENET_MEAN
-    config.data.std = cfg.IMAGENET_STD
+    config.data.update(cfg.IMAGENET)
     config.data.workers = 16
     config.data.augment = (
         f"scaled_crop(low=0.5,high=2.0,short={args.resolution},long={4 * args.resolution},"

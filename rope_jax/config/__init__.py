@@ -25,16 +25,14 @@ from rope_jax.config.resolve import (
     with_options,
 )
 from rope_jax.config.settings import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
+    IMAGENET,
     Config,
     OptimConfig,
     Size,
 )
 
 __all__ = [
-    "IMAGENET_MEAN",
-    "IMAGENET_STD",
+    "IMAGENET",
     "Config",
     "ConfigError",
     "OptimConfig",

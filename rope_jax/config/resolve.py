@@ -27,6 +27,22 @@ from rope_jax.system.files import SaveFailed
 _NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
 _NOT_OPTIONS |= {"weights_dir", "head"}
 
+# The settings that a recipe's arguments of these names stand for.
+_SETTINGS_OF_ARGUMENTS = {
+    "seed": "seed",
+    "epochs": "epochs",
+    "steps": "steps",
+    "batch_size": "batch_size",
+    "init_from": "init_from",
+    "model": "model.name",
+    "position": "model.position",
+    "head": "model.head",
+    "source": "data.source",
+    "path": "data.path",
+    "resolution": "data.image_size",
+    "augment": "data.augment",
+}
+
 
 class ConfigError(Exception):
     """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
@@ -57,14 +73,21 @@ def blame(flag: str) -> Iterator[None]:
         raise ConfigError(f"{reason} [{flag}]") from error
 
 
-def default() -> ml_collections.ConfigDict:
+def default(**arguments: Any) -> ml_collections.ConfigDict:
     """All settings with their defaults; keys are locked.
 
-    >>> config = default()
-    >>> config.optim.learning_rate
-    0.001
+    >>> config = default(resolution=32)
+    >>> config.data.image_size, config.optim.learning_rate
+    (32, 0.001)
+
+    Args:
+        **arguments: a recipe's arguments; those that stand for a setting set it, unless None.
     """
-    return _to_dict(Config).lock()
+    config = _to_dict(Config).lock()
+    for name, value in arguments.items():
+        if name in _SETTINGS_OF_ARGUMENTS and value is not None:
+            config.update_from_flattened_dict({_SETTINGS_OF_ARGUMENTS[name]: value})
+    return config
 
 
 def _to_dict(cls: type) -> ml_collections.ConfigDict:

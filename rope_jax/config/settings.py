@@ -25,7 +25,7 @@ _Pixels = Words("a number of pixels or a pair (height, width)")
 Size = Annotated[Count | tuple[Count, Count], _Pixels]
 
 # Mean and standard deviation of ImageNet's training images, per channel, of values in [0, 1].
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 def _setting(default: Any, help: str, *, hint: str = "", resumable: bool = False) -> Any:
