@@ -6,8 +6,8 @@ One example of 4 heads of 64 channels in float32, without a bias. Memory is what
 device. Maps of up to 56 x 56 tokens are computed, too, both forms in turns.
 """
 
+import functools
 import importlib
-import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._runner import Keep
-from rope_jax.analysis.timing import take_turns
+from rope_jax.analysis.timing import measure_call, take_turns
 from rope_jax.names.text import format_table
 from rope_jax_kernels import Global, attention_qkv
 
@@ -36,14 +36,8 @@ def compile_gradient(side: int, most_tokens: int) -> jax.stages.Compiled:
 def timer(compiled: jax.stages.Compiled, side: int) -> Callable[[], float]:
     """Returns a function that computes a gradient and returns the microseconds that it took."""
     qkv = jax.random.normal(jax.random.key(0), (1, side**2, 3, 4, 64))
-
-    def measure() -> float:
-        begun = time.perf_counter()
-        jax.block_until_ready(compiled(qkv))
-        return 1e6 * (time.perf_counter() - begun)
-
-    measure()
-    return measure
+    measure_call(compiled, qkv)
+    return functools.partial(measure_call, compiled, qkv)
 
 
 def run(keep: Keep) -> None:

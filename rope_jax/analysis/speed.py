@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.analysis.timing import Start, Timer, compile_loop, compile_program, sample, take_turns
+from rope_jax.analysis.timing import (
+    Start,
+    Timer,
+    compile_loop,
+    compile_program,
+    measure_call,
+    sample,
+    take_turns,
+)
 from rope_jax.names.text import image_pair
 from rope_jax.positions.grids import Grid
 from rope_jax.system.sharding import make_mesh, use_mesh
@@ -104,13 +111,7 @@ def rotation_forms(size: Size, precision: str, k_rope: int) -> dict[str, Start]:
     def start_eager() -> tuple[list[np.ndarray], Timer]:
         (x,), theta = operands(tables=False)
         step = functools.partial(turn, x, theta, implementation="xla")
-
-        def measure() -> float:
-            begun = time.perf_counter()
-            jax.block_until_ready(step())
-            return 1e6 * (time.perf_counter() - begun)
-
-        return sample(step()), measure
+        return sample(step()), functools.partial(measure_call, step)
 
     def compile_form(form: str) -> Start:
         make = functools.partial(operands, tables=form == "compiled")

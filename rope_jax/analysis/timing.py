@@ -111,6 +111,13 @@ def compile_loop(
     return start
 
 
+def measure_call(function: Callable, *arguments: Any) -> float:
+    """Calls a function and returns the microseconds until its result is ready."""
+    begun = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return 1e6 * (time.perf_counter() - begun)
+
+
 def compile_program(
     step: Callable, new_state: Callable[[], tuple[Any, Any]], images: jax.ShapeDtypeStruct
 ) -> Start:

@@ -26,7 +26,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
 import pathlib
 import shlex
 import sys
@@ -40,6 +39,7 @@ from rope_jax.commands import evaluate, train
 from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import ConfigError, in_one_line
+from rope_jax.data.workers import end_with_parent
 from rope_jax.names import plugins
 from rope_jax.names.notation import items
 from rope_jax.names.options import Count, Probability, Range
@@ -286,14 +286,9 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
 
 
 def _start_worker(scale: str) -> None:
-    """Prepares a process of the pool, which ends with its parent however that ends."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Prepares a process of the pool, which ends with its parent however that ends; runs resume."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _start(scale)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)  # runs resume from their checkpoints
 
 
 def _start(scale: str) -> None:

@@ -129,11 +129,11 @@ def _start_worker(names: tuple[str, ...], number: int, workers: int) -> None:
     for stop_signal in _SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     plugins.load(names)
 
 
-def _end_with_parent() -> None:
-    """Ends this worker together with its parent, even if the parent is killed."""
+def end_with_parent() -> None:
+    """Ends this process together with its parent, even if the parent is killed."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

@@ -36,7 +36,7 @@ from rope_jax.models.blocks import declare, drop_path
 from rope_jax.models.layers import Mlp, make_head, torch_linear
 from rope_jax.models.registry import check_blocks, register
 from rope_jax.models.vit import PLAIN, ViT, ViTOptions
-from rope_jax.names.options import Count, CountOrZero, Positive
+from rope_jax.names.options import CountOrZero
 from rope_jax.positions import Terms, grids
 from rope_jax.positions.batch import add
 from rope_jax.positions.grids import Grid
@@ -72,14 +72,8 @@ class CATOptions(ViTOptions):
             operator, and for "mean" with the paper's, or "first" with an imprint_token.
     """
 
-    patch_size: Count = 8
-    width: Count = 1024
-    depth: Count = 5
-    heads: Count = 8
-    mlp_ratio: Positive = 1.0
     class_token: bool = False
     qkv_bias: bool = False
-    norm_epsilon: Positive = 1e-5
     operator: Literal["paper", "released"] = "paper"
     imprint: Literal[
         "none", "paper", "decayed", "tanh", "backwards_tanh", "linear", "backwards_linear"
@@ -360,7 +354,9 @@ class CAT(ViT):
 # layer norm normalises. This leaves 9 * 1024**2 weights per layer, hence an MLP of 2.5 times the
 # width; the 47.43e6 parameters exclude the head and the biases of q, k and v. The position is the
 # sinusoidal one that the paper attributes to classic ViTs.
-_CLASSIC = ViTOptions(patch_size=8, width=1024, depth=5, heads=8, mlp_ratio=2.5, qkv_bias=False)
+_CLASSIC = ViTOptions(mlp_ratio=2.5, qkv_bias=False)
+_CAT = CATOptions(mlp_ratio=1.0, norm_epsilon=1e-5)
+_SIZE = {"patch_size": 8, "width": 1024, "depth": 5, "heads": 8}
 
-register("cat_5", CAT, CATOptions(), position="cat_rope")
-register("cat_vit_5", ViT, _CLASSIC, position="sincos1d")
+register("cat_5", CAT, _CAT, position="cat_rope", **_SIZE)
+register("cat_vit_5", ViT, _CLASSIC, position="sincos1d", **_SIZE)

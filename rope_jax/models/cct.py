@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import PatchEmbed, conv, linear, output_size
 from rope_jax.models.registry import register
-from rope_jax.models.vit import PLAIN, ViT, ViTOptions
-from rope_jax.names.options import Count, CountOrZero, Positive, Rate
+from rope_jax.models.vit import PLAIN, SEVEN_LAYERS, ViT, ViTOptions
+from rope_jax.names.options import Count, CountOrZero, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import he_init
@@ -38,14 +38,6 @@ class CCTOptions(ViTOptions):
         conv_width: channels between convolutions.
     """
 
-    patch_size: Count = 4
-    width: Count = 256
-    depth: Count = 7
-    heads: Count = 4
-    mlp_ratio: Positive = 2.0
-    qkv_bias: bool = False
-    norm_epsilon: Positive = 1e-5
-    drop_path: Rate = 0.1
     attention_dropout: Rate = 0.1
     conv_layers: CountOrZero = 0
     conv_kernel: Count = 3
@@ -171,13 +163,14 @@ class CCT(ViT):
 # Learned positions with ten times the spread of DeiT's and another rule of resizing.
 _POSITION = "ape(std=0.2,resize=bilinear)"
 _CIFAR = {"position": _POSITION, "num_classes": 10, "image_size": 32}
-_CVT = CCTOptions(class_token=False)
+_VIT_LITE = CCTOptions(patch_size=4, **SEVEN_LAYERS)
+_CVT = dataclasses.replace(_VIT_LITE, class_token=False)
 _CCT_2 = {"width": 128, "depth": 2, "heads": 2, "mlp_ratio": 1.0, "conv_layers": 2, "patch_size": 4}
 _CCT_14 = {"width": 384, "depth": 14, "heads": 6, "mlp_ratio": 3.0, "conv_layers": 2}
 _CCT_14 |= {"conv_kernel": 7, "conv_stride": 2, "patch_size": 16}
 
-register("vit_lite_6_4", CCT, CCTOptions(), depth=6, **_CIFAR)
-register("vit_lite_7_4", CCT, CCTOptions(), **_CIFAR)
+register("vit_lite_6_4", CCT, _VIT_LITE, depth=6, **_CIFAR)
+register("vit_lite_7_4", CCT, _VIT_LITE, **_CIFAR)
 register("cvt_7_4", CCT, _CVT, **_CIFAR)
 register("cct_2_3x2", CCT, _CVT, **_CIFAR, **_CCT_2)
 register("cct_7_3x1", CCT, _CVT, **_CIFAR, conv_layers=1, patch_size=2)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_windows
 from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
-    REMAT,
     Block,
     declare,
     declare_tables,
@@ -36,8 +35,8 @@ from rope_jax.models.layers import (
     linear,
     make_head,
 )
-from rope_jax.models.registry import Options, check_divisible, register
-from rope_jax.models.vit import ViTOptions
+from rope_jax.models.registry import check_divisible, register
+from rope_jax.models.vit import BlockOptions, ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.names.text import image_pair
 from rope_jax.positions import Position, create_position
@@ -49,41 +48,21 @@ PATCH = 4  # pixels; the side of a token of the first stage of all hierarchical 
 
 
 @dataclasses.dataclass(frozen=True)
-class HierarchyOptions(Options):
+class HierarchyOptions(BlockOptions):
     """Options of all hierarchical backbones; each can be overridden by name in `create_model`.
 
     Attributes:
         width: channels of the first stage, doubled in each later one.
         depths, heads: of each stage.
-        mlp_ratio: hidden channels of the MLP, relative to the stage's.
-        layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
-        qkv_bias: bias of the projection to q, k, v.
-        k_bias: whether that bias includes k.
-        post_norm: Swin V2's norms, see `ViTOptions`, and patch merging with its norm after the
-            projection.
-        cosine: Swin V2's attention, see `ViTOptions`.
-        norm_epsilon: of every layer norm.
-        last_norm: whether there is a layer norm after the last stage.
-        drop_path: probability of dropping a residual branch in training, linear from 0 in the
-            first block to this in the last.
-        scan_layers: run each stage's blocks in a scan, see `ViTOptions`.
-        remat: what the backward pass recomputes of the blocks, see `ViTOptions`.
+        post_norm: see `BlockOptions`; patch merging then has its norm after the projection.
+        drop_path: linear from 0 in the first block to this in the last.
     """
 
     width: Count = 96
     depths: tuple[Count, ...] = (2, 2, 6, 2)
     heads: tuple[Count, ...] = (3, 6, 12, 24)
-    mlp_ratio: Positive = 4.0
-    layer_scale: float | None = None
-    qkv_bias: bool = True
-    k_bias: bool = True
-    post_norm: bool = False
-    cosine: bool = False
     norm_epsilon: Positive = 1e-5
-    last_norm: bool = True
     drop_path: Rate = 0.2
-    scan_layers: bool = False
-    remat: Literal[*REMAT, None] = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import Block
 from rope_jax.models.layers import Mlp, dropout, layer_norm, linear, output_size
 from rope_jax.models.registry import register
-from rope_jax.models.vit import PLAIN, ViT, ViTOptions
-from rope_jax.names.options import Count, Positive, Rate
+from rope_jax.models.vit import PLAIN, SEVEN_LAYERS, ViT, ViTOptions
+from rope_jax.names.options import Count, Rate
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import orthogonal_init
 
@@ -38,13 +38,6 @@ class T2TOptions(ViTOptions):
             qk_scale); it cannot be inferred from the weights, and the wrong one costs accuracy.
     """
 
-    width: Count = 256
-    depth: Count = 7
-    heads: Count = 4
-    mlp_ratio: Positive = 2.0
-    qkv_bias: bool = False
-    norm_epsilon: Positive = 1e-5
-    drop_path: Rate = 0.1
     token_width: Count = 64
     random_features: Count = 32
     performer_dropout: Rate = 0.1
@@ -185,4 +178,4 @@ class T2TViT(ViT):
         return [image_size]
 
 
-register("t2t_vit_7", T2TViT, T2TOptions(), position="sincos1d")
+register("t2t_vit_7", T2TViT, T2TOptions(**SEVEN_LAYERS), position="sincos1d")

@@ -57,13 +57,49 @@ PLAIN = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTOptions(Options):
+class BlockOptions(Options):
+    """Options of the blocks of isotropic and hierarchical backbones.
+
+    Attributes:
+        mlp_ratio: hidden channels of the MLP, relative to `width`.
+        layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
+        qkv_bias: bias of the projection to q, k, v.
+        k_bias: whether that bias includes k.
+        post_norm: normalise the output of each residual branch instead of its input, by norms whose
+            scale starts at 0 (Swin V2).
+        cosine: the logits of attention are cosines of q and k, times a learned scale per head that
+            starts at 10 and stays up to 100 (Swin V2), see `CosineAttention`.
+        norm_epsilon: of every layer norm.
+        last_norm: whether there is a layer norm after the last block; False for backbones of dense
+            prediction that have none.
+        drop_path: probability of dropping a residual branch in training.
+        scan_layers: stack the blocks' parameters and run them in a scan: the same results, with a
+            compile time that does not grow with depth.
+        remat: what the backward pass recomputes, for less memory. None: norms and activation
+            functions; "dots": everything except dense layers, attention included; "blocks": whole
+            blocks, of which only the input is kept. Results are equal up to rounding.
+    """
+
+    mlp_ratio: Positive = 4.0
+    layer_scale: float | None = None
+    qkv_bias: bool = True
+    k_bias: bool = True
+    post_norm: bool = False
+    cosine: bool = False
+    norm_epsilon: Positive = 1e-6
+    last_norm: bool = True
+    drop_path: Rate = 0.0
+    scan_layers: bool = False
+    remat: Literal[*REMAT, None] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTOptions(BlockOptions):
     """Options of an isotropic ViT; each can be overridden by name in `create_model`.
 
     Attributes:
         patch_size: side of a patch in pixels.
         width, depth, heads: of the encoder.
-        mlp_ratio: hidden channels of the MLP, relative to `width`.
         patch_norm: layer norm after the patch embedding.
         class_token: prepend a class token.
         embed_class_token: the class token takes part in absolute embeddings (DeiT), or is prepended
@@ -76,18 +112,7 @@ class ViTOptions(Options):
         pooling: input of the head: "class" token, "mean" of the patches, "class_mean" for both
             concatenated, or None for the class token if there is one and the mean otherwise.
         pool_norm: apply the last layer norm after pooling (BEiT), not to the tokens.
-        layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
-        qkv_bias: bias of the projection to q, k, v.
-        k_bias: whether that bias includes k.
-        post_norm: normalise the output of each residual branch instead of its input, by norms whose
-            scale starts at 0 (Swin V2).
-        cosine: the logits of attention are cosines of q and k, times a learned scale per head that
-            starts at 10 and stays up to 100 (Swin V2), see `CosineAttention`.
         feed_forward: "mlp", or "swiglu" with two thirds of the hidden channels.
-        norm_epsilon: of every layer norm.
-        last_norm: whether there is a layer norm after the last block; False for backbones of dense
-            prediction that have none.
-        drop_path: probability of dropping a residual branch in training.
         drop_path_schedule: "linear" from 0 in the first block to `drop_path` in the last, or
             "constant".
         attention: "global", "neighborhood" of `kernel_size`, or "window" of `window_size`.
@@ -101,18 +126,12 @@ class ViTOptions(Options):
         window_box: what schemes with coordinates on a box fill with it in windows: the "map", whose
             spacing the tokens of a window keep, or their "own" window, whose angles are those of a
             map of that size. Integer coordinates are the same either way.
-        scan_layers: stack the blocks' parameters and run them in a scan: the same results, with a
-            compile time that does not grow with depth.
-        remat: what the backward pass recomputes, for less memory. None: norms and activation
-            functions; "dots": everything except dense layers, attention included; "blocks": whole
-            blocks, of which only the input is kept. Results are equal up to rounding.
     """
 
     patch_size: Count = 16
     width: Count = 384
     depth: Count = 12
     heads: Count = 6
-    mlp_ratio: Positive = 4.0
     patch_norm: bool = False
     class_token: bool = True
     embed_class_token: bool = True
@@ -121,15 +140,7 @@ class ViTOptions(Options):
     token_std: Positive = 0.02
     pooling: Literal["class", "mean", "class_mean", None] = None
     pool_norm: bool = False
-    layer_scale: float | None = None
-    qkv_bias: bool = True
-    k_bias: bool = True
-    post_norm: bool = False
-    cosine: bool = False
     feed_forward: Literal["mlp", "swiglu"] = "mlp"
-    norm_epsilon: Positive = 1e-6
-    last_norm: bool = True
-    drop_path: Rate = 0.0
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     attention: Literal["global", "neighborhood", "window"] = "global"
     kernel_size: Count = 7
@@ -138,8 +149,6 @@ class ViTOptions(Options):
     global_blocks: tuple[CountOrZero, ...] = ()
     window_padding: Literal[*WINDOW_PADDING] = "mask"
     window_box: Literal["map", "own"] = "map"
-    scan_layers: bool = False
-    remat: Literal[*REMAT, None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -373,6 +382,9 @@ SIZES = {
     "b": {"width": 768, "heads": 12},
     "l": {"width": 1024, "depth": 24, "heads": 16},
 }
+# The models of seven layers of Compact Transformers and T2T-ViT.
+SEVEN_LAYERS = {"width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2.0, "qkv_bias": False}
+SEVEN_LAYERS |= {"norm_epsilon": 1e-5, "drop_path": 0.1}
 _DEIT = ViTOptions(drop_path=0.1)
 _DEIT3 = ViTOptions(embed_class_token=False, layer_scale=1e-4, drop_path_schedule="constant")
 # From the 400-epoch schedule of Heo et al. (naver-ai/rope-vit, deit/README.md).

@@ -30,7 +30,7 @@ from rope_jax.models.layers import (
 )
 from rope_jax.models.registry import check_blocks, register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
-from rope_jax.names.options import Count, CountOrZero, Positive, Rate
+from rope_jax.names.options import Count, CountOrZero, Positive
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import normal_init
 
@@ -52,10 +52,6 @@ class ViTAdapterOptions(ViTOptions):
             detection), or that of each of four "groups" (the code of segmentation).
     """
 
-    class_token: bool = False
-    layer_scale: float | None = 1.0
-    last_norm: bool = False
-    drop_path: Rate = 0.1
     groups: tuple[CountOrZero, ...] = (2, 5, 8, 11)
     prior_width: Count = 64
     deform_heads: Count = 6
@@ -281,6 +277,7 @@ def _deformable(
     )
 
 
+_ADAPTER = ViTAdapterOptions(class_token=False, layer_scale=1.0, last_norm=False, drop_path=0.1)
 _ADAPTERS = {
     "ti": {},
     "s": {"drop_path": 0.2},
@@ -289,9 +286,4 @@ _ADAPTERS = {
 }
 
 for size, changes in _ADAPTERS.items():
-    register(
-        f"vit_adapter_{size}16",
-        ViTAdapter,
-        ViTAdapterOptions(**SIZES[size] | changes),
-        position="ape",
-    )
+    register(f"vit_adapter_{size}16", ViTAdapter, _ADAPTER, position="ape", **SIZES[size] | changes)

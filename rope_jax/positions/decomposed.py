@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.names.options import CountOrZero
-from rope_jax.positions.resample import bilinear_matrix
+from rope_jax.positions.resample import bilinear_matrix, resample
 from rope_jax.positions.scheme import (
     Grid,
     PerLayer,
@@ -137,12 +137,5 @@ class Decomposed(Position):
         super().resize(grid)
         for layer in range(self.stage.depth):
             for tables, length in zip((self.rows, self.columns), self._sides(layer), strict=True):
-                tables[layer].set_value(_resample(tables[layer][...], 2 * length - 1))
-
-
-def _resample(table: Float[Array, "n D"], count: int) -> Float[Array, "m D"]:
-    """Resamples a table of offsets linearly to another number of them."""
-    if len(table) == count:
-        return table
-    matrix = bilinear_matrix(len(table), count).astype(table.dtype)
-    return jnp.einsum("mn,nd->md", matrix, table, precision="highest")
+                size = (2 * length - 1, self.stage.head_dim)
+                tables[layer].set_value(resample(tables[layer][...], size, "bilinear"))

@@ -15,7 +15,6 @@ from rope_jax.weights.layouts import (
     SAME,
     TOKENS,
     Rule,
-    Slot,
     find_rotary,
     square,
 )
@@ -281,16 +280,11 @@ def _swap_k_and_v(x: np.ndarray) -> np.ndarray:
     return np.concatenate([q, second, first])
 
 
-def _read_qvk(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return QKV_WEIGHT.read(_swap_k_and_v(x), slot)
-
-
-def _write_qvk(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return _swap_k_and_v(QKV_WEIGHT.write(x, slot))
-
-
 # A projection whose rows are those of q, v, k.
-_QVK_WEIGHT = Rule(_read_qvk, _write_qvk)
+_QVK_WEIGHT = Rule(
+    lambda x, slot: QKV_WEIGHT.read(_swap_k_and_v(x), slot),
+    lambda x, slot: _swap_k_and_v(QKV_WEIGHT.write(x, slot)),
+)
 
 
 def cat(model: nnx.Module) -> Table:

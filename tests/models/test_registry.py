@@ -86,12 +86,12 @@ def test_initial_weights_follow_the_seed():
         (
             "vit_s16",
             {"dept": 2},
-            "vit_s16 has no option 'dept'; did you mean 'depth'? known: patch_size, width, depth,",
+            "vit_s16 has no option 'dept'; did you mean 'depth'? known: mlp_ratio, layer_scale,",
         ),
         (
             "vit_s16",
             {"colour": 2},
-            "vit_s16 has no option 'colour'; known: patch_size, width, depth,",
+            "vit_s16 has no option 'colour'; known: mlp_ratio, layer_scale,",
         ),
         ("vit_s16", {"depth": "2"}, "depth must be a whole number of at least 1, not '2'"),
         ("vit_s16", {"depth": 0}, "depth must be a whole number of at least 1, not 0"),

@@ -201,10 +201,7 @@ def warp(pixels: Pixels, matrix: Sequence[Any], fill: Fill, cubic: Bool[Array, "
 
 def histogram(image: Image) -> Int[Array, "256 3"]:
     """Number of pixels of each value, by channel."""
-
-    def count_values(values: UInt8[Array, " n"]) -> Int[Array, "256"]:
-        return jnp.zeros(256, jnp.int32).at[values].add(1)
-
+    count_values = functools.partial(jnp.bincount, length=256)
     return jax.vmap(count_values, in_axes=1, out_axes=1)(image.reshape(-1, 3))
 
 
