@@ -24,7 +24,8 @@ class Preprocessing:
 
     Attributes:
         mean, std: of the channels red, green, blue, in 0..1.
-        crop: fraction of the resized short side that the crop keeps.
+        crop: fraction of the resized short side that the crop keeps; 0 for whole images, which are
+            resized without regard to their aspect.
         interpolation: method of resizing.
     """
 
@@ -36,6 +37,8 @@ class Preprocessing:
     @property
     def crop_notation(self) -> str:
         """The crop as written for `rope_jax.data.load`."""
+        if not self.crop:
+            return f"stretch(interpolation={self.interpolation})"
         return f"centre(crop={self.crop},interpolation={self.interpolation})"
 
     def short_side(self, size: int) -> int:
@@ -47,7 +50,7 @@ class Preprocessing:
         Args:
             size: side of the crop in pixels.
         """
-        return math.floor(size / self.crop)
+        return math.floor(size / (self.crop or 1))
 
 
 @dataclasses.dataclass(frozen=True)

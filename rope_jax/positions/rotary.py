@@ -126,8 +126,9 @@ class Rotary(Position):
     @property
     def extends(self) -> bool:
         """True if a query's extent on the current map differs from that in training."""
-        trained, current = self.extents(self.stage.grid)
-        return not all(map(np.array_equal, trained, current))
+        on_map = [self.with_pattern(Global())] if self.stage.global_layers else []
+        pairs = (scheme.extents(self.stage.grid) for scheme in [self, *on_map])
+        return not all(all(map(np.array_equal, *pair)) for pair in pairs)
 
     def _box(self, stage: Stage, grid: Grid | Video) -> Grid | Video:
         """The map of the coordinates: the window, where each one has its own box."""

@@ -191,13 +191,15 @@ def run_preprocessing(data: DataConfig, frame: str) -> Preprocessing:
 
     >>> run_preprocessing(DataConfig(), "centre(crop=0.9)").crop
     0.9
+    >>> run_preprocessing(DataConfig(), "stretch").crop_notation
+    'stretch(interpolation=bicubic)'
 
     Args:
         data: of the run.
         frame: `eval.frame` of the run.
     """
     (frame,) = parse(frame, "--config.eval.frame")
-    options = {"crop": 1.0, "interpolation": "bicubic"}
+    options = {"crop": 0.0 if frame.name == "stretch" else 1.0, "interpolation": "bicubic"}
     # Frames of images with boxes, which keep their aspect, have other options.
     options |= {name: value for name, value in frame.options if name in options}
     return Preprocessing(data.mean, data.std, **options)

@@ -34,6 +34,7 @@ from rope_jax.data.images import device, mixing
 from rope_jax.data.labels import find_labels
 from rope_jax.models.description import Preprocessing
 from rope_jax.tasks.augmented import Batch, augment_batch
+from rope_jax.tasks.dense import first_difference
 from rope_jax.tasks.evaluator import Evaluator, Row, weights_rule
 
 
@@ -277,6 +278,7 @@ class Classification:
             (row,) = evaluator.score(images)
             note = weights_rule(evaluator.config.averaged)
             return row | {"protocol": images.protocol, "note": note}, []
+        check_folders(model, images)
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
         preparation = {name: options[name] for name in ("crop", "interpolation")}
         preprocessing = Preprocessing(evaluator.mean, evaluator.std, **preparation)
@@ -288,8 +290,24 @@ class Classification:
         row["protocol"] = (
             f"whole image resized to {resized} ({preprocessing.interpolation}, antialiased), "
             f"centre cropped (ratio {preprocessing.crop:g})"
+            if preprocessing.crop
+            else images.protocol
         )
         return row | {"note": images.note} | dataclasses.asdict(preprocessing), []
+
+
+def check_folders(model: nnx.Module, images: Streamed) -> None:
+    """Rejects folders that are numbered unlike the model's classes, where some have their names."""
+    known, names = model.class_names or (), images.class_names
+    if {*known}.isdisjoint(names):
+        return
+    if (difference := first_difference(known[: len(names)], names)) is not None:
+        number, expected, name = difference
+        raise ConfigError(
+            f"folder {name!r} of {images.name} would be class {number}, which is {expected!r} for "
+            "the model: name folders like its classes, and add an empty one for each class "
+            "without images"
+        )
 
 
 def count_correct(

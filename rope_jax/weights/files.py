@@ -204,9 +204,9 @@ def _timm_preprocessing(entries: dict) -> Preprocessing:
 
 
 def _transformers_preprocessing(entries: dict) -> Preprocessing:
-    """The preprocessing of an image processor; resizing to a square, without a crop, is crop 1."""
+    """The preprocessing of an image processor; without a crop, images are resized to a square."""
     mean, std = (tuple(map(float, entries[f"image_{key}"])) for key in ("mean", "std"))
-    crop = float(entries.get("crop_pct") or 1.0)
+    crop = float(entries.get("crop_pct") or 0.0)
     if entries.get("do_center_crop"):
         crop = _side(entries["crop_size"]) / _side(entries["size"])
     return Preprocessing(mean, std, crop, _INTERPOLATIONS[entries["resample"]])

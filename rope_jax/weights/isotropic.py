@@ -169,7 +169,7 @@ def augreg(model: nnx.Module) -> Table:
     ]
     rows += [row for kind in zip(*parts, strict=True) for row in kind]
     half = (0.5,) * 3
-    return Table(rows, preprocessing=Preprocessing(half, half, 1.0, "bilinear"))
+    return Table(rows, preprocessing=Preprocessing(half, half, 0.0, "bilinear"))
 
 
 def resformer(model: nnx.Module) -> Table:
@@ -320,5 +320,5 @@ def cat(model: nnx.Module) -> Table:
         *dense("head", "logits"),
     ]
     tables = tuple(f"{layer}.self_attn.pos.{name}" for name in ("cos", "sin"))
-    preprocessing = Preprocessing((0.0,) * 3, (1.0,) * 3, crop=1.0, interpolation="bilinear")
+    preprocessing = Preprocessing((0.0,) * 3, (1.0,) * 3, crop=0.0, interpolation="bilinear")
     return Table(rows, pairing, preprocessing, dropped=tables)

@@ -16,6 +16,7 @@ from rope_jax.data.sources.evaluation_sets import synsets
 from rope_jax.evaluate import evaluation as evaluation_module
 from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import TASKS
+from rope_jax.tasks.classification import check_folders
 from rope_jax.weights import Preprocessing, save_pretrained
 from rope_jax_kernels.tuning import choices
 from tests.refusals import expect_refusal
@@ -28,7 +29,7 @@ class Reader(nnx.Module):
     """Predicts class 12, then the grey value of the image and its neighbours."""
 
     def __init__(self, classes):
-        self.classes = classes
+        self.classes, self.class_names = classes, None
 
     def __call__(self, images):
         value = jnp.round(images.mean((1, 2, 3)) * 255)
@@ -63,6 +64,20 @@ def test_only_the_classes_of_the_set_compete(tmp_path):
     assert (everything["top1"], everything["top5"]) == (0.0, 1.0)
     with pytest.raises(ValueError, match="the model has 10 classes, but imagenet_a has 1000"):
         score(Reader(10), source)
+
+
+def test_folders_have_the_numbers_of_the_models_classes(tmp_path):
+    for name in "ac":
+        grey_files(tmp_path / name, {"x.png": 1})
+    images = EvaluationSet("folder", tmp_path).stream((8, 8))
+    model = nnx.Module()
+    for model.class_names in (None, ("tench", "shark"), ("a", "c", "d")):
+        check_folders(model, images)
+    model.class_names = ("a", "b", "c")
+    with pytest.raises(ConfigError, match=r"'c' of .* class 1, which is 'b' .* add an empty one"):
+        check_folders(model, images)
+    (tmp_path / "b").mkdir()
+    check_folders(model, EvaluationSet("folder", tmp_path).stream((8, 8)))
 
 
 @pytest.fixture

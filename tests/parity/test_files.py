@@ -200,7 +200,7 @@ CENTER = OTHERS | {"do_center_crop": True, "crop_size": 224}
         ({"pretrained_cfg": TIMMS | {"mean": None}}, None, None),
         ({"image_mean": HALF}, None, None),
         # transformers' file, read after another library's config.json
-        ({}, OTHERS, (1.0, "bilinear")),
+        ({}, OTHERS, (0.0, "bilinear")),  # resized to a square
         ({}, OTHERS | {"crop_pct": 0.9, "resample": 3}, (0.9,)),
         ({}, OTHERS | {"resample": 7}, None),
         ({}, CENTER | {"size": {"shortest_edge": 256}}, (0.875, "bilinear")),

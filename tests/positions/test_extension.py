@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
+from rope_jax.models.swin import SwinWindow
 from rope_jax.positions.extension import RULES
 from rope_jax.positions.rotary import Rope2D
 from rope_jax.positions.scheme import SCHEMES
@@ -194,6 +195,14 @@ def test_windows_count_visible_patches():
     np.testing.assert_allclose(on_map, default / S[:, None], **EXACT)
     larger.stage = stage(grid=N, pattern=Window((4, 3)))
     np.testing.assert_allclose(freqs(larger), default / [[2], [1]], **EXACT)
+    swin = extended_scheme("rope2d", "interpolate", pattern=SwinWindow((2, 3)))
+    swin.stage = stage(grid=N, pattern=SwinWindow((4, 3)))
+    fitted = swin.with_pattern(SwinWindow((4, 3)).fit(N))  # a window of another type
+    np.testing.assert_allclose(freqs(fitted), default / [[2], [1]], **EXACT)
+    mixed = extended_scheme("rope2d", "interpolate", pattern=window, global_layers=(1,))
+    assert not mixed.extends
+    mixed.resize(N)
+    assert mixed.extends  # its windows do not, its global layer does
     local = extended_scheme("axial_rope(window_coords=local_unit)", "ntk", pattern=window)
     assert not local.extends
     np.testing.assert_array_equal(freqs(local), freqs(local, T))
