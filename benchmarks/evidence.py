@@ -39,6 +39,7 @@ Value = Callable[[Row, int], float]  # a number of a run at a size in pixels
 SEEDS = 5  # of each scheme; a claim that they decide narrowly is tested again with seeds 5 to 9
 EXTEND = "interpolate"  # rule of the further evaluations, `rope_jax evaluate RUN --extend=...`
 INTERPOLATED = {x: f"{x}(extend={EXTEND})" for x in ("rope2d", "rope_mixed")}
+FIRST_INTERPOLATED = 2  # the first seed that counts
 FEWER_SEEDS = dict.fromkeys(("rope_mixed+ape", *INTERPOLATED.values()), 3)
 SMALLER, TRAINED, LARGER = (16, 24), (32,), (40, 48, 64)
 CLAIMS: Mapping[str, Mapping[str, Sequence[Claim]]] = {
@@ -90,6 +91,19 @@ def describe_run(run: RunResults, position: str, scores: Sequence[Mapping[str, A
         "jax": jax.__version__,
         "eval": [{name: row[name] for name in ("resolution", "top1", "count")} for row in scores],
     }
+
+
+def interpolated_scores(run: RunResults) -> list[Mapping[str, Any]]:
+    """The scores of a run with interpolated positions; none before all sizes are evaluated."""
+    asked = {"extend": EXTEND, "log_scale": False, "step": run.step}
+    by_size = {
+        tuple(row["resolution"]): row
+        for row in run.others
+        if row["asked"].items() >= asked.items() and "images" not in row["asked"]
+    }
+    trained, *others = run.rows  # at the training size, rules make no difference
+    sizes = [tuple(row["resolution"]) for row in others]
+    return [trained, *map(by_size.get, sizes)] if by_size.keys() >= {*sizes} else []
 
 
 def read_attention(run: RunResults) -> dict[str, Any]:
@@ -276,10 +290,10 @@ def run(
             if position not in known:
                 attention = {"attention": read_attention(result)}
                 new.append(describe_run(result, position, result.rows) | attention)
-            interpolated = INTERPOLATED.get(position, position)
-            others = [row for row in result.others if row["asked"].get("extend") == EXTEND]
-            if others and interpolated not in known | {position}:
-                new.append(describe_run(result, interpolated, [result.rows[0], *others]))
+            interpolated = INTERPOLATED.get(position)
+            scores = interpolated_scores(result) if seed >= FIRST_INTERPOLATED else []
+            if interpolated is not None and scores and interpolated not in known:
+                new.append(describe_run(result, interpolated, scores))
             if not new:
                 continue
             rows += new

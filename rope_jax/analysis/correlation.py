@@ -104,7 +104,7 @@ def stage_positions(
     LaPE adds an embedding to the normalised tokens of every layer. An absolute embedding w is added
     once to the tokens of a stage, and layer l receives it through its layer norm, as LN_l(w), or
     with `post_norm` as w itself. Where a scheme changes the tokens between layers, such as
-    `lape(ape,join=unshare)`, w is from there on what it makes of w.
+    `lape(ape,join=unshare)`, later layers receive w as the scheme has changed it.
     Embeddings of prefix tokens are left out, and so are stages without an embedding.
 
     >>> import rope_jax

@@ -68,7 +68,8 @@ def _parser() -> CommandParser:
     add(
         "--crop",
         type=Argument(Share),
-        help="fraction of the resized image to keep; default: the weights' or 1",
+        help="fraction of the resized image to keep; default: the weights', which may be a whole "
+        "image of another aspect, or 1",
     )
     add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
     add(
@@ -214,7 +215,7 @@ def _identity(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         identity["sha256"] = loaded.sha256
     if config is not None:
         identity["seed"] = config.seed
-    else:  # from which schemes extend, and at which tables were drawn or resized first
+    else:  # schemes extend from this size, and tables were created or first resized for it
         identity["image_size"] = list(loaded.image_size)
     if args.extend is not None or args.log_scale:
         identity |= {"extend": args.extend, "log_scale": args.log_scale}

@@ -286,7 +286,7 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
 
 
 def _start_worker(scale: str) -> None:
-    """Prepares a process of the pool, which ends with its parent however that ends; runs resume."""
+    """Prepares a process of the pool, which ends with its parent: its run can be resumed."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     _start(scale)
 

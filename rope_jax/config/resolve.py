@@ -81,7 +81,9 @@ def default(**arguments: Any) -> ml_collections.ConfigDict:
     (32, 0.001)
 
     Args:
-        **arguments: a recipe's arguments; those that stand for a setting set it, unless None.
+        **arguments: a recipe's arguments. Those with these names set a setting unless they are
+            None, others are ignored: seed, epochs, steps, batch_size, init_from, model (its name),
+            position, head, source, path, resolution (`data.image_size`) and augment.
     """
     config = _to_dict(Config).lock()
     for name, value in arguments.items():

@@ -173,7 +173,7 @@ def list_blocks(blocks: nnx.List | nnx.Module, depth: int) -> nnx.List:
 RunBlocks = Callable[[Float[Array, "B L C"], range], Float[Array, "B L C"]]
 """Runs the blocks of these numbers, which follow each other, on tokens."""
 REMAT = ("blocks", "dots")
-"""What the backward pass recomputes: see `ViTOptions`."""
+"""What the backward pass recomputes: see `BlockOptions`."""
 
 
 def rematerialize(run_block: Callable, remat: str | None, static: int) -> Callable:

@@ -50,7 +50,7 @@ class Preprocessing:
         Args:
             size: side of the crop in pixels.
         """
-        return math.floor(size / (self.crop or 1))
+        return math.floor(size / self.crop)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,10 +151,17 @@ class Gains(Curves):
 
     quantity, label, zero = "top1_gain", "percentage points", True
 
+    def runs(self, lab: Lab) -> list[Run]:
+        every = super().runs(dataclasses.replace(lab, only=()))
+        first = {run.model: run for run in reversed(every)}  # over which gains are
+        wanted = [run for run in every if lab.wants(run.names)]
+        bases = {first[run.model] for run in wanted}
+        return [run for run in every if run in bases or run in wanted]
+
     def cells(self, lab: Lab) -> list[Cell]:
         bases: dict[tuple, Cell] = {}  # model and side -> cell of the first scheme
         made = []
-        for each in super().cells(dataclasses.replace(lab, only=())):
+        for each in super().cells(lab):
             base = bases.setdefault((each["key"]["model"], *each["key"]["resolution"]), each)
             if base is not each and lab.wants(key_names(each["key"])):
                 numbers = [each["published"], base["published"]]

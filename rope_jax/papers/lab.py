@@ -19,6 +19,7 @@ from rope_jax.evaluate.results import FRACTIONS, Row, main_score
 from rope_jax.papers.published import same_position
 from rope_jax.papers.runs import Run, Scale, StandIn, stand_in
 from rope_jax.runs.loading import LoadedModel, load_published, load_run
+from rope_jax.runs.restore import run_preprocessing
 from rope_jax.system.files import read_json, write_file
 from rope_jax.weights import list_weights
 from rope_jax.weights.released import ReleasedWeights
@@ -315,7 +316,7 @@ class Lab:
                     f"--runs: {hidden[0].workdir} and {by_seed[seed].workdir} are two runs of "
                     f"{run.model} with {run.position} and seed {seed}: name one of them"
                 )
-            return {x: (result.workdir, _own_rows(result)) for x, result in by_seed.items()}
+            return {x: (result.workdir, _rows_by_rules(result)) for x, result in by_seed.items()}
         if not self.stages(run):
             return {}
         found = {}
@@ -393,13 +394,14 @@ class Lab:
     ) -> dict[int, tuple[str, Any]]:
         """`function` of a run's model by seed, kept in its folder as reproduce_NAME_SEED.json."""
         values = {}
-        for seed, (folder, _) in self.rows(run).items():
+        for seed, (folder, rows) in self.rows(run).items():
             path = folder / f"reproduce_{name}_{seed}.json"
             step = (read_results(folder) or {}).get("step")
-            stored = read_json(path) if path.exists() else None
-            if stored is None or stored["step"] != step:
+            measured = {"step": step, "protocol": rows[0]["protocol"]}
+            stored = read_json(path) if path.exists() else {}
+            if not measured.items() <= stored.items():
                 try:
-                    stored = {"step": step, "value": function(self.load(run, folder, seed))}
+                    stored = measured | {"value": function(self.load(run, folder, seed))}
                 except ValueError:
                     if self.given is None and run.position not in self.schemes:
                         raise
@@ -410,7 +412,7 @@ class Lab:
         return values
 
     def load(self, run: Run, folder: pathlib.Path, seed: int) -> LoadedModel:
-        """The trained model of a run in a folder, or the authors'; `seed` is of the user's runs."""
+        """The trained model of a run in a folder, or the authors'; a user's may have several."""
         if self.given is not None:
             return load_run(str(folder), seed=seed)
         if self.scale != "released":
@@ -422,24 +424,32 @@ class Lab:
 def _rows_of(folder: pathlib.Path, *changed: int) -> list[Row]:
     """The rows of a run's files, which are read again only after they have changed."""
     (result,) = read_runs(folder)
-    return _own_rows(result)
+    return _rows_by_rules(result)
 
 
-def _own_rows(result: RunResults) -> list[Row]:
+def _rows_by_rules(result: RunResults) -> list[Row]:
     """The rows of a run's results, and evaluations of the same step by the rules of its config."""
-    own = result.config.eval
+    options = result.config.eval
+    prepared = run_preprocessing(result.config.data, options.frame)
+    files = {"crop": prepared.crop, "interpolation": prepared.interpolation}  # of --images
     rules = {
         "step": result.step,
-        "windows": "scaled" if own.scale_windows else "kept",
-        "extend": own.extend,
-        "log_scale": own.log_scale or None,
+        "windows": "scaled" if options.scale_windows else "kept",
+        "extend": options.extend,
+        "log_scale": options.log_scale or None,
         "rpb_shrink": None,
         "limit": None,
     }
-    asked = lambda row: {name: row["asked"].get(name) or None for name in rules}
-    of_files = lambda row: row["asked"].get("images") and row["asked"]["dataset"] == "folder"
-    others = [row for row in result.others if asked(row) == rules and not of_files(row)]
-    return [*result.rows, *others]
+
+    def follows(asked: dict[str, Any]) -> bool:
+        other_files = "images" in asked and asked["dataset"] == "folder"
+        return (
+            not other_files
+            and {name: asked.get(name) or None for name in rules} == rules
+            and {name: asked.get(name, value) for name, value in files.items()} == files
+        )
+
+    return [*result.rows, *(row for row in result.others if follows(row["asked"]))]
 
 
 def _same_model(run: Run, model: ModelConfig) -> bool:

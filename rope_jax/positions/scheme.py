@@ -231,7 +231,7 @@ class Position(nnx.Module):
         That is the scheme itself for windows of another shift and neighbourhoods of another
         dilation.
         """
-        if isinstance(self.stage.pattern, type(pattern)):  # also Swin's, which is fitted to a map
+        if isinstance(self.stage.pattern, type(pattern)):  # `SwinWindow.fit` returns a plain one
             return self
         other = nnx.merge(*nnx.split(self))
         for _, module in nnx.iter_modules(other):

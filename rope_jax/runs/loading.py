@@ -115,7 +115,7 @@ def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) 
 
 def _create_untrained(config: Config) -> nnx.Module:
     model = create(config)
-    if config.init_from:
+    if config.init_from is not None:
         start_from(model, config.init_from, config.data)
     return model
 

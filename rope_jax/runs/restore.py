@@ -80,7 +80,8 @@ def load_checkpoint(
         seed: of the model, in a run that trained several seeds at once; None for the first.
 
     Returns:
-        The model, and the run's config (for several seeds, that of a run with this seed alone).
+        The model, and the run's config (for several seeds, that of a run with this seed alone);
+        settings that may change later, such as the path of images, are those of the last command.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
@@ -129,7 +130,7 @@ def read_checkpoint(
 
 
 def _as_resumed(config: Config, workdir: pathlib.Path) -> Config:
-    """The config of the run's last command, unless it or its file is of another training."""
+    """The settings of the run's last command, unless config.json belongs to another training."""
     with contextlib.suppress(OSError, ValueError, ConfigError):
         newest = resolve_stored(read_json(workdir / "config.json"), workdir / "config.json")
         if not differences(config, newest):
@@ -183,7 +184,6 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
             f"the weights of {where} expect images normalised with other numbers than this run's: "
             f'--config.data.mean="{expected.mean}" --config.data.std="{expected.std}"'
         )
-    print(f"starting from the weights of {where}")
 
 
 def run_preprocessing(data: DataConfig, frame: str) -> Preprocessing:

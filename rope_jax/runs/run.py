@@ -118,6 +118,7 @@ def start(setup: Setup, model: nnx.Module) -> State:
         require_equal({f"the steps of --config.init_from={config.init_from}": str(names)})
         with report_failure():
             _start_from_weights(model, config)
+        print(f"starting from the weights of {config.init_from}")
     require_equal_weights(model)
     state = initial_state(setup, model)
     print(parameter_table(seeds.take(state["params"], config.seeds)))

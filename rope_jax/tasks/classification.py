@@ -282,24 +282,22 @@ class Classification:
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
         preparation = {name: options[name] for name in ("crop", "interpolation")}
         preprocessing = Preprocessing(evaluator.mean, evaluator.std, **preparation)
-        height, width = map(preprocessing.short_side, images.size)
-        square = images.size[0] == images.size[1]
-        resized = (
-            f"a short side of {height} pixels" if square else f"at least {height} x {width} pixels"
-        )
-        row["protocol"] = (
-            f"whole image resized to {resized} ({preprocessing.interpolation}, antialiased), "
-            f"centre cropped (ratio {preprocessing.crop:g})"
-            if preprocessing.crop
-            else images.protocol
-        )
+        row["protocol"] = images.protocol
+        if preprocessing.crop:
+            height, width = map(preprocessing.short_side, images.size)
+            square = images.size[0] == images.size[1]
+            resized = f"a short side of {height}" if square else f"at least {height} x {width}"
+            row["protocol"] = (
+                f"whole image resized to {resized} pixels ({preprocessing.interpolation}, "
+                f"antialiased), centre cropped (ratio {preprocessing.crop:g})"
+            )
         return row | {"note": images.note} | dataclasses.asdict(preprocessing), []
 
 
 def check_folders(model: nnx.Module, images: Streamed) -> None:
-    """Rejects folders that are numbered unlike the model's classes, where some have their names."""
+    """Rejects folders whose numbers differ from those of the model's classes of the same names."""
     known, names = model.class_names or (), images.class_names
-    if {*known}.isdisjoint(names):
+    if len(names) > len(known) or {*known}.isdisjoint(names):
         return
     if (difference := first_difference(known[: len(names)], names)) is not None:
         number, expected, name = difference

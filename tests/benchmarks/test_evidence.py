@@ -1,15 +1,20 @@
 """The benchmark `evidence`: rows of runs, accuracies, verdicts."""
 
+import dataclasses
 import json
+import pathlib
 
 import pytest
 
 from benchmarks import evidence
 from benchmarks._runner import call
+from rope_jax.analysis.runs import RunResults
+from rope_jax.config import resolve
 from rope_jax.papers.claims import above, as_good
 from tests.small_run import save_run
 
 SIDES = (16, 24, 32, 40, 48, 64)
+INTERPOLATED = {"extend": "interpolate", "log_scale": False}
 
 
 def rows(position, *accuracies, first_seed=0):
@@ -87,6 +92,22 @@ def test_accuracies_have_the_most_accurate_scheme_first():
     ]
 
 
+def test_runs_are_interpolated_once_all_sizes_are():
+    score = lambda side, **more: {"resolution": [side, side], "top1": 0.5, "count": 1000} | more
+    asked = INTERPOLATED | {"step": 5}
+    wrong = [{"extend": "ntk"}, {"log_scale": True}, {"step": 4}, {"images": "elsewhere"}]
+    further = [
+        *(score(side, top1=0.1, asked=asked | change) for change in wrong for side in SIDES),
+        *(score(side, top1=0.6, asked=asked) for side in SIDES if side != 32),
+    ]
+    trained = [score(32), *(score(side) for side in SIDES if side != 32)]
+    run = RunResults(pathlib.Path("run"), resolve({}), 5, trained, further, ())
+    scores = evidence.interpolated_scores(run)
+    assert [row["resolution"] for row in scores] == [row["resolution"] for row in trained]
+    assert [row["top1"] for row in scores] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6]
+    assert evidence.interpolated_scores(dataclasses.replace(run, others=further[:-1])) == []
+
+
 def test_runs_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "SIDES", (8, 12))
     monkeypatch.setattr(evidence, "BLOCKS", (1,))
@@ -111,17 +132,12 @@ def test_runs_are_read_once(tmp_path, monkeypatch):
     (tmp_path / "unfinished").mkdir()
     collect(folder, tmp_path / "unfinished", out)
     assert json.loads(out.read_text())["runs"] == [row]
-    further = [
-        row | {"top1": top1, "asked": {"extend": rule}}
-        for rule, top1 in (("ntk", 0.7), ("interpolate", 0.6))
-        for row in scores[1:]
-    ]
+    further = [row | {"top1": 0.6, "asked": INTERPOLATED | {"step": 3}} for row in scores[1:]]
     (folder / "evaluations.json").write_text(json.dumps({"rows": further}))
     for _ in range(2):
         collect(folder)
         before, interpolated = json.loads(out.read_text())["runs"]
         assert before == row
         assert interpolated["position"] == "rope2d(extend=interpolate)"
-        assert [evidence.top1(interpolated, side) for side in (32, 16)] == [50, 60]
     with pytest.raises(SystemExit, match="trained with another recipe"):
         collect(other)

@@ -69,6 +69,9 @@ def test_a_workdir(command, tmp_path):
     numbers, _ = command("maps", str(tmp_path), "--resolution=8x12", "--query=0.1,0.9")
     assert np.shape(numbers["maps"]["layer 1"]) == (4, 6)
     assert numbers["weights"] == f"{tmp_path}, seed 5, step 2"
+    save_run(tmp_path / "b", 2, position="rope_mixed", seed=5, eval={"extend": "interpolate"})
+    other, _ = command("maps", str(tmp_path / "b"), "--resolution=8x12", "--query=0.1,0.9")
+    assert other["maps"] != numbers["maps"]  # the same weights by the rule of its evaluation
     numbers, pictures = command("learned", str(tmp_path))
     assert np.shape(numbers["before"]) == (1, 2, 2, 4)
     np.testing.assert_allclose(numbers["before"], numbers["after"])  # nothing was trained

@@ -71,7 +71,7 @@ def test_folders_have_the_numbers_of_the_models_classes(tmp_path):
         grey_files(tmp_path / name, {"x.png": 1})
     images = EvaluationSet("folder", tmp_path).stream((8, 8))
     model = nnx.Module()
-    for model.class_names in (None, ("tench", "shark"), ("a", "c", "d")):
+    for model.class_names in (None, ("tench", "shark"), ("a", "c", "d"), ("a",)):
         check_folders(model, images)
     model.class_names = ("a", "b", "c")
     with pytest.raises(ConfigError, match=r"'c' of .* class 1, which is 'b' .* add an empty one"):

@@ -39,6 +39,7 @@ def test_evaluations_by_other_rules_are_not_those_of_a_run(tmp_path):
         (0.3, own | {"step": 4}),
         (0.4, own | {"windows": "scaled"}),
         (0.5, own | {"images": "elsewhere"}),
+        (0.5, own | {"dataset": "imagenet", "images": "val", "crop": 0.5}),
         (0.6, own),
     )
     score = lambda run: Lab("small", tmp_path, given=(run,)).scores(RUN, 384)[0][1]["top1"]
@@ -54,9 +55,7 @@ def test_two_runs_of_a_seed_are_refused(tmp_path):
         Lab("small", tmp_path, given=runs).rows(RUN)
 
 
-def test_seeds_of_one_folder_are_measured_by_themselves_and_again_after_training(
-    tmp_path, monkeypatch
-):
+def test_models_are_measured_by_seed_and_again_after_training(tmp_path, monkeypatch):
     monkeypatch.setattr(
         lab_module,
         "load_run",
@@ -81,6 +80,8 @@ def test_gains_are_over_the_first_scheme_whichever_rows_are_made(tmp_path):
     lab = Lab("full", tmp_path)
     all_gains = ARTIFACTS["heo/figure_6"].cells(lab)
     only = dataclasses.replace(lab, only=("rope_mixed", "rope_mixed+ape"))
+    bases = {"ape", "rpb"}  # of ViTs and of Swins
+    assert {run.position for run in ARTIFACTS["heo/figure_6"].runs(only)} == bases | {*only.only}
     some = ARTIFACTS["heo/figure_6"].cells(only)
     assert some == [cell for cell in all_gains if cell["key"]["position"] in only.only]
     assert {cell["key"]["position"] for cell in some} == {*only.only}

@@ -66,7 +66,7 @@ def test_a_run_is_loaded_as_its_last_command_left_it(tmp_path):
         assert loaded.model.position.extension.extend == "none"
 
 
-def test_models_are_created_as_before_their_training(tmp_path):
+def test_create_returns_the_weights_before_training(tmp_path):
     first = save_run(tmp_path / "first", 3, position="rope_mixed", seed=7)
     save_run(tmp_path / "second", 3, position="rope_mixed", init_from=str(tmp_path / "first"))
     before = load(tmp_path / "second").create()

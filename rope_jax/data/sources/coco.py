@@ -25,7 +25,7 @@ from rope_jax.data.sources.boxes import (
     StreamedBoxes,
     add_masks,
 )
-from rope_jax.data.sources.folder import Files, image_files, list_names
+from rope_jax.data.sources.folder import Files, list_files, list_names
 from rope_jax.system.files import open_regular
 
 _LARGEST = 1 << 32  # bytes of a file of annotations; the official ones have less than 500 MB
@@ -291,7 +291,7 @@ def _annotation_file(folder: Path, part: str) -> Path:
 
 def _check_folder(names: Sequence[str], folder: Path, file: Path) -> None:
     """Rejects annotations of images that are not in the folder."""
-    existing = set(image_files(folder))
+    existing = set(list_files(folder))
     missing = [name for name in names if name not in existing]
     if missing:
         raise FileNotFoundError(

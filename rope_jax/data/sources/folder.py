@@ -114,7 +114,7 @@ class Folder(Files):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that is missing in {Path(path, 'train')}"
             )
-        all_files = {name: _files(folder / name) for name in classes}
+        all_files = {name: list_files(folder / name) for name in classes}
         images = {name: list(filter(_is_image, files)) for name, files in all_files.items()}
         empty = [name for name in classes if (folder / name).is_dir() and not images[name]]
         if empty and not allow_empty:
@@ -158,7 +158,7 @@ def list_names(folder: Path, *, folders: bool) -> list[str]:
 
 def image_files(folder: Path) -> list[str]:
     """Relative paths of the image files below a folder, by extension; sorted."""
-    return list(filter(_is_image, _files(folder)))
+    return list(filter(_is_image, list_files(folder)))
 
 
 def _size(file: str) -> int:
@@ -172,7 +172,7 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(ENDINGS)
 
 
-def _files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """Relative paths of the files below a folder; sorted, without hidden ones."""
-    inner = (f"{n}/{x}" for n in list_names(folder, folders=True) for x in _files(folder / n))
+    inner = (f"{n}/{x}" for n in list_names(folder, folders=True) for x in list_files(folder / n))
     return sorted([*list_names(folder, folders=False), *inner])
