@@ -30,6 +30,8 @@ _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)")
 _TINY_AXIAL = ["axial_rope(k_rope=1)", "axial_rope", "axial_rope(k_rope=8)"]
 TINY_CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_TINY_AXIAL)
+_INTERPOLATED = ["rope2d(extend=interpolate)", "rope_mixed(extend=interpolate)"]
+INTERPOLATED_CURVES = ("ape", "rope2d", "rope_mixed", *_INTERPOLATED)
 VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
 TRAINED, MARGIN = "as trained", 0.5  # points by which a model may be worse that is "as good"
 VERDICT = re.compile(rf"({TRAINED}|\d+ px): (\S+) ± (\S+), ([a-z ]+)")
@@ -146,6 +148,14 @@ PICTURES = [
         {"part": "tiny_imagenet"},
         "A small ViT on 20 classes of Tiny-ImageNet, trained on random crops",
         functools.partial(draw_by_scheme, schemes=TINY_CURVES),
+        4.8,
+    ),
+    Picture(
+        "tiny_interpolated.png",
+        "evidence",
+        {"part": "tiny_imagenet"},
+        "The same ViT with interpolated positions",
+        functools.partial(draw_by_scheme, schemes=INTERPOLATED_CURVES),
         4.8,
     ),
     Picture(
