@@ -339,6 +339,7 @@ def run(folder, monkeypatch, capsys):
         ),
         (released.ReleasedWeights, "locate", lambda *_: "weights"),
         (loading, "create_model", shapes),
+        (loading.LoadedModel, "at", lambda loaded, _: loaded.model),
         (loading, "load_pretrained", load_pretrained),
         (loading, "read_checkpoint", read_checkpoint),
         (loading, "file_sha256", str),
