@@ -4,8 +4,9 @@
 
 Models, images, recipe and claims of the experiment were written down in experiments/PART.md before
 its runs. Runs in the file of --out are kept and not read again, so that an experiment can
-be trained in parts, on several machines; folders without results are left out. A claim has no
-verdict before all its seeds are there.
+be trained in parts, on several machines; folders without results are left out. Evaluations of a
+run with `rope_jax evaluate --extend=interpolate` at all its other sizes are a scheme of their own,
+as the design says. A claim has no verdict before all its seeds are there.
 """
 
 import dataclasses
