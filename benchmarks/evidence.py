@@ -41,7 +41,11 @@ SEEDS = 5  # of each scheme; a claim that they decide narrowly is tested again w
 EXTEND = "interpolate"  # rule of the further evaluations, `rope_jax evaluate RUN --extend=...`
 INTERPOLATED = {x: f"{x}(extend={EXTEND})" for x in ("rope2d", "rope_mixed")}
 FIRST_INTERPOLATED = 2  # the first seed that counts
-FEWER_SEEDS = dict.fromkeys(("rope_mixed+ape", *INTERPOLATED.values()), 3)
+SHARED = {  # the same angles in all heads
+    "axial_rope": "axial_rope(shared=True)",
+    "axial_rope(k_rope=8)": "axial_rope(k_rope=8,shared=True)",
+}
+FEWER_SEEDS = dict.fromkeys(("rope_mixed+ape", *INTERPOLATED.values(), *SHARED.values()), 3)
 SMALLER, TRAINED, LARGER = (16, 24), (32,), (40, 48, 64)
 CLAIMS: Mapping[str, Mapping[str, Sequence[Claim]]] = {
     "tiny_imagenet": {
@@ -66,6 +70,11 @@ CLAIMS: Mapping[str, Mapping[str, Sequence[Claim]]] = {
             *above("axial_rope", "rope2d", at=LARGER),
             *above("axial_rope(k_rope=8)", "rope2d", at=LARGER),
         ),
+        "thesis, tables 4.2 and 4.3": [
+            claim
+            for own, shared in SHARED.items()
+            for claim in (as_good(shared, own, at=TRAINED), *above(shared, own, at=LARGER))
+        ],
         "our runs on Fashion-MNIST": [
             claim
             for position, interpolated in INTERPOLATED.items()
