@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 Pairing = Literal["half", "interleaved"]
@@ -51,6 +52,9 @@ class Rotation:
     pairing: Pairing = dataclasses.field(default="half", metadata={"static": True})
 
     def __post_init__(self):
+        for name, x in vars(self).items():
+            if isinstance(x, np.ndarray):  # as jax reads it: float64 only under jax_enable_x64
+                object.__setattr__(self, name, x.astype(jax.dtypes.canonicalize_dtype(x.dtype)))
         integers = hasattr(self.coords, "astype") and jnp.issubdtype(self.coords.dtype, jnp.integer)
         if integers or isinstance(self.coords, list):
             # Not wider under jax_enable_x64: kernels take no float64.

@@ -337,7 +337,7 @@ class CAT(ViT):
 
     def block_arguments(self, patches: Float[Array, "B H W C"], train: bool) -> list[tuple] | None:
         options = self.options
-        patches = patches.reshape(len(patches), -1, options.width)
+        patches = patches.reshape(patches.shape[0], -1, options.width)
         if options.imprint_token:
             token = self.imprint_token[0, 0].astype(patches.dtype)
             patches = patches.at[:, _PLACES[options.reads]].set(token)

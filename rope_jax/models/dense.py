@@ -48,7 +48,6 @@ class DenseModel(Backbone):
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
         self.blocks, self.map_norm, self.stages = blocks, map_norm, stages
-        self.options = backbone.options
         self.task, self.padded = head.task, head.padded
 
     def features(
@@ -157,6 +156,11 @@ class DenseModel(Backbone):
 
     def prepare(self, image_size: Grid) -> None:
         self.backbone.prepare(image_size)
+
+    @property
+    def options(self) -> Any:
+        """Those of the backbone."""
+        return self.backbone.options
 
     def scale_windows(self) -> None:
         self.backbone.scale_windows()

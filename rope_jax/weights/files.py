@@ -156,7 +156,7 @@ def _find(where: str) -> tuple[str, str | None]:
 def write_safetensors(
     path: str, state_dict: dict[str, np.ndarray], source: str, metadata: Metadata
 ) -> None:
-    """Writes a .safetensors file, or model.safetensors into a folder, which may be new.
+    """Writes a .safetensors file, or model.safetensors into a folder; folders may be new.
 
     Args:
         path: of the file or folder.
@@ -167,8 +167,8 @@ def write_safetensors(
     import safetensors.numpy
 
     if not path.endswith(".safetensors"):
-        os.makedirs(path, exist_ok=True)
         path = os.path.join(path, HUB_FILES[0])
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
     temporary = f"{path}.tmp"
     try:

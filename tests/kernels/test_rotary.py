@@ -165,13 +165,17 @@ def test_rotation_is_a_pytree_of_two_arrays():
     assert np.array_equal(doubled.angles(), 4 * rotation.angles())
 
 
-def test_coordinates_may_be_integers_or_lists():
+def test_coordinates_may_be_integers_lists_or_numpy_arrays():
     places = np.arange(L * A).reshape(L, A)
     for coords in (places, places.tolist(), jnp.asarray(places)):
         rotation = Rotation(coords, FITTING.freqs)
         assert rotation.coords.dtype == jnp.float32
         assert np.array_equal(rotation.coords, places)
-    with jax.enable_x64(True):  # kernels take no float64
+    rotation = Rotation(np.float64(places), np.float64(FITTING.freqs))
+    assert rotation.coords.dtype == rotation.freqs.dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert Rotation(np.float64(places), FITTING.freqs).coords.dtype == jnp.float64
+        # kernels take no float64
         assert Rotation(places.tolist(), FITTING.freqs).coords.dtype == jnp.float32
     assert jax.tree.map(np.shape, rotation) == Rotation((L, A), (N, A, R))  # placeholders stay
 

@@ -248,7 +248,9 @@ def test_larger_windows_extend_those_of_training(tmp_path):
         assert [stage.position.border for stage in model.stages] == [(3, 3), (3, 3)]
     bias, grid = network_bias(larger, 0, 1, (6, 6), border=[3, 3]), (24, 24)
     table = larger.stages[0].position.terms(grid).layer(1).bias
-    np.testing.assert_allclose(window_bias(table, (6, 6))[1], bias(1), rtol=1e-5)
+    np.testing.assert_allclose(window_bias(table, 6)[1], bias(1), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"\(121, 2\); for size=\(6, 6\) it must be \[N, 121\]"):
+        window_bias(table.T, 6)
 
 
 # Sizes

@@ -48,6 +48,17 @@ def test_saved_models_load_at_their_size_and_another(name, position, tmp_path):
     assert (other.image_size, other.options.drop_path) == ((128, 64), 0.0)
 
 
+def test_windows_of_a_fraction_of_the_image_are_saved(tmp_path):
+    """Also those of a model with a head for maps."""
+    model = small("swin_t", "rpb", head="linear", image_size=64)
+    model.scale_windows()
+    model.resize((96, 96))
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(str(tmp_path))
+    assert again.backbone.window == model.backbone.window == (3, 3)
+    assert_same(again, model)
+
+
 class Tables(Position):
     """Two tables that a rule resizes together, and a number without axes."""
 

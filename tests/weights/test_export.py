@@ -57,8 +57,16 @@ def test_the_program_runs_without_the_package(name, options, tmp_path):
     np.testing.assert_allclose(np.load(files[2]), jax.jit(model)(images), atol=1e-5)
 
 
-def test_the_number_of_images_may_be_open_in_bfloat16(tmp_path):
-    model = small("deit_ti16", dtype="bfloat16", registers=2, position="lape(ape)", **TINY)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deit_ti16", {"dtype": "bfloat16", "registers": 2, "position": "lape(ape)"}),
+        ("deit_ti16", {"position": "string"}),  # its rotation is no part of the attention
+        ("cat_5", {}),
+    ],
+)
+def test_the_number_of_images_may_be_open(name, options, tmp_path):
+    model = small(name, **options, **TINY)
     rope_jax.export(model, tmp_path / "model.bin", resolution=32, platforms=("cpu",))
     program = rope_jax.load_exported(tmp_path / "model.bin")
     assert str(program.in_avals[0].shape[0]) == "b"

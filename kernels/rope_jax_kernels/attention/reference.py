@@ -7,6 +7,7 @@ products to the caller's `jax.default_matmul_precision`.
 
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels import device
@@ -17,7 +18,7 @@ from rope_jax_kernels.attention.dense import (
     spread_table,
     turn_tokens,
 )
-from rope_jax_kernels.attention.patterns import Neighborhood, Pair, Pattern, Window
+from rope_jax_kernels.attention.patterns import Neighborhood, Pair, Pattern, Window, to_pair
 from rope_jax_kernels.rotary.reference import turn_pairs
 from rope_jax_kernels.rotation import Rotation
 
@@ -43,7 +44,7 @@ def attend_globally(
     if rotation is not None and not device.is_gpu():  # in the order of memory, which a CPU needs
         theta = rotation.angles()
         q, k = (turn_pairs(x, theta, rotation.pairing) for x in (q, k))
-    if q.shape[2] <= MOST_TOKENS:
+    if export.is_symbolic_dim(q.shape[2]) or q.shape[2] <= MOST_TOKENS:
         return attend(q, k, v, scale=scale, bias=bias).swapaxes(1, 2)
     blocks = attend_in_blocks(q, k, v, scale=scale, bias=bias, size=BLOCK)
     return blocks.swapaxes(1, 2)
@@ -101,7 +102,9 @@ def join_windows(
     return x[:, : grid[0], : grid[1]]
 
 
-def window_bias(table: Float[Array, "N offsets"], size: Pair) -> Float[Array, "N tokens tokens"]:
+def window_bias(
+    table: Float[Array, "N offsets"], size: int | Pair
+) -> Float[Array, "N tokens tokens"]:
     """Spreads a table of offsets query - key to the bias matrix of one window (Swin).
 
     Example:
@@ -112,12 +115,21 @@ def window_bias(table: Float[Array, "N offsets"], size: Pair) -> Float[Array, "N
 
     Args:
         table: [N, (2h-1) * (2w-1)], columns fastest.
-        size: (h, w) of the window in tokens.
+        size: (h, w) of the window in tokens, or one number for both.
 
     Returns:
         [N, h*w, h*w], tokens in row-major order.
+
+    Raises:
+        ValueError: the table does not fit the size.
     """
-    h, w = size
+    h, w = size = to_pair("size", size, 1)
+    offsets = (2 * h - 1) * (2 * w - 1)
+    if table.ndim != 2 or table.shape[1] != offsets:
+        raise ValueError(
+            f"table has shape {table.shape}; for size={size} it must be [N, {offsets}]; Swin's code "
+            "has the transpose"
+        )
     rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in size)
     bias = spread_table(table.reshape(-1, 2 * h - 1, 2 * w - 1), rows, columns)
     return bias.swapaxes(2, 3).reshape(-1, h * w, h * w)

@@ -1,5 +1,6 @@
 """The public rotary functions: check the arguments, then dispatch."""
 
+from jax import export
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import checks, device
@@ -16,6 +17,8 @@ LEAST_SECONDS = 10e-6
 
 def in_place_pays(pairs: int, *arrays: Float[Array, "B _ _ D"]) -> bool:
     """True if one launch that turns `pairs` pairs of these arrays in place is worth it."""
+    if any(export.is_symbolic_dim(x.size) for x in arrays):
+        return False  # kernels need sizes that are numbers
     moved = sum(4 * pairs * x.size // max(1, x.shape[-1]) * x.dtype.itemsize for x in arrays)
     return moved >= LEAST_SECONDS * device.bandwidth() and all(
         halves_traffic(pairs, x) for x in arrays
