@@ -194,7 +194,7 @@ def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> 
     Extension(extend='yarn', log_scale=True, alpha=0.5, beta=8.0)
 
     Args:
-        model: changed in place; its notation is not, so that `save_pretrained` does not keep the rule.
+        model: changed in place, but not its notation: `save_pretrained` does not keep the rule.
         extend: one of `RULES`, with any options: "ntk", "yarn(beta=8)"; None changes nothing.
         log_scale: True, or False to leave it to the scheme.
 
