@@ -127,8 +127,8 @@ def window_bias(
     offsets = (2 * h - 1) * (2 * w - 1)
     if table.ndim != 2 or table.shape[1] != offsets:
         raise ValueError(
-            f"table has shape {table.shape}; for size={size} it must be [N, {offsets}] (Swin's code "
-            "has its transpose)"
+            f"table has shape {table.shape}; for size={size} it must be [N, {offsets}]; Swin's "
+            "code has the transpose"
         )
     rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in size)
     bias = spread_table(table.reshape(-1, 2 * h - 1, 2 * w - 1), rows, columns)
