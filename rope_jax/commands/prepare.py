@@ -57,4 +57,6 @@ def main(argv: list[str] | None = None) -> None:
     with parser.one_line_errors():
         for split in splits.split(","):
             source = open_source(kind, path, split, allow_empty=allow_empty)
-            print(f"written: {prepare(source, out, **options)}", *source.remarks(), sep="\n")
+            prepare(source, out, **options)
+            for remark in source.remarks():
+                print(remark)

@@ -184,7 +184,7 @@ class Training(Examples):
                 if self.bad_images == "error":
                     raise
             bad.append(example)
-            if len(bad) > max_skipped(count) + 1:
+            if len(set(bad)) > max_skipped(count):  # a batch may hold an image twice
                 raise too_many(bad, count)
             fits = False
             while not fits:
@@ -221,14 +221,17 @@ def batch_ids(
     return (indices % len(images.labels)).tolist()
 
 
-def loader_of(augment: str, images: Images | Streamed) -> tuple[Augmentation, ...]:
-    """Parses the augmentations of a loader, and tries each on a black image.
+def loader_of(
+    augment: str, images: Images | Streamed, size: Size | None = None
+) -> tuple[Augmentation, ...]:
+    """Parses the augmentations of a loader, and tries each on a black image of a size.
 
     Raises:
         ValueError: one does not support the labels of the set, or options contradict each other.
     """
     augmentations = parse_loader(augment)
-    black, none = np.zeros((*images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
+    size = size or images.size
+    black, none = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
     kind = images.labels_kind
     for augmentation in augmentations:
         if not kind.serves(augmentation.entry):
@@ -242,9 +245,9 @@ def loader_of(augment: str, images: Images | Streamed) -> tuple[Augmentation, ..
         if augmentation.entry.stage != CROP:
             augmentation(black[None], np.zeros(1, np.uint64))
         elif kind.ragged:
-            augmentation(images.size, 0)
+            augmentation(size, 0)
         else:
-            crop_both(black, none, augmentation, images.size)
+            crop_both(black, none, augmentation, size)
     return augmentations
 
 

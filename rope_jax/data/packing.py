@@ -144,7 +144,10 @@ def prepare(
             "choose another folder"
         )
     if folder is finished:
-        print(f"{finished} already exists")
+        print(
+            f"{finished} already exists, from as many files with these names and labels: remove it "
+            "if their content has changed"
+        )
         return finished
     shards = {
         partial / f"images-{number:05}": (start, min(start + shard_images, count))
@@ -166,6 +169,7 @@ def prepare(
     for place in facts:
         place.with_suffix(".json").unlink()
     partial.rename(finished)
+    print(f"written: {finished}")
     return finished
 
 

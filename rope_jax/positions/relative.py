@@ -195,7 +195,8 @@ class ContinuousBias(Position):
         hidden: width of the network, 512.
         normalise: the map or window at whose border d is 1: that of "creation", so that larger ones
             go beyond 1 (official weights for other windows than those of their pretraining), or the
-            "current" one (the official code without `pretrained_window_sizes`).
+            "current" one (the official code without `pretrained_window_sizes`). For the global
+            blocks of a ViT with windows, "creation" is that of the windows, too.
     """
 
     paper = "Liu et al., arXiv 2111.09883, eq. 3, 4"

@@ -111,11 +111,16 @@ class Rotary(Position):
             )
         self.extension = dataclasses.replace(self.extension, **options)
 
+    @property
+    def stage_in_training(self) -> Stage:
+        """The stage in training, with the kind of attention of this scheme's layers."""
+        if type(self.trained.pattern) is type(self.stage.pattern):
+            return self.trained
+        return dataclasses.replace(self.trained, pattern=self.stage.pattern)  # see `with_pattern`
+
     def extents(self, grid: Grid | Video) -> tuple[Extent, Extent]:
         """The extents that a query attends to in training and on another grid."""
-        trained = self.trained
-        if type(trained.pattern) is not type(self.stage.pattern):  # see `with_pattern`
-            trained = dataclasses.replace(trained, pattern=self.stage.pattern)
+        trained = self.stage_in_training
         stages = ((trained, trained.grid), (self.stage, grid))
         before, now = (
             Extent.from_coords(self.coords(self._box(stage, on)), stage.region(on))
@@ -398,7 +403,8 @@ class AxialRope(Rotary):
     def freqs(self) -> Float[np.ndarray, "N A R"]:
         rungs = frequencies.deal(self.heads, self.pairs // 2)
         if self.generator == "nyquist":
-            coords = self.coords(self._box(self.trained, self.trained.grid))
+            trained = self.stage_in_training
+            coords = self.coords(self._box(trained, trained.grid))
             steps = [np.diff(coords, axis=axis).max(initial=0.0) for axis in (0, 1)]
             freqs = frequencies.nyquist(rungs, max(steps))
         else:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from rope_jax.config import Config, ConfigError, blame, differences, resolve_stored
 from rope_jax.config.settings import DataConfig
+from rope_jax.data.sources import MEMORY
 from rope_jax.names import plugins
 from rope_jax.names.notation import parse
 from rope_jax.names.options import convert
@@ -189,19 +190,24 @@ def start_from(model: nnx.Module, where: str, data: DataConfig) -> None:
 def run_preprocessing(data: DataConfig, frame: str) -> Preprocessing:
     """The preprocessing of a run's test images.
 
-    >>> run_preprocessing(DataConfig(), "centre(crop=0.9)").crop
+    >>> files = DataConfig("folder", "images")
+    >>> run_preprocessing(files, "centre(crop=0.9)").crop
     0.9
-    >>> run_preprocessing(DataConfig(), "stretch").crop_notation
+    >>> run_preprocessing(files, "stretch").crop_notation
     'stretch(interpolation=bicubic)'
+    >>> run_preprocessing(DataConfig("digits"), "centre").crop  # whole: these are in memory
+    0.0
 
     Args:
         data: of the run.
         frame: `eval.frame` of the run.
     """
     (frame,) = parse(frame, "--config.eval.frame")
-    options = {"crop": 0.0 if frame.name == "stretch" else 1.0, "interpolation": "bicubic"}
+    options = {"crop": 1.0, "interpolation": "bicubic"}
     # Frames of images with boxes, which keep their aspect, have other options.
     options |= {name: value for name, value in frame.options if name in options}
+    if frame.name == "stretch" or data.source in MEMORY:
+        options["crop"] = 0.0
     return Preprocessing(data.mean, data.std, **options)
 
 

@@ -89,6 +89,7 @@ def evaluate_newest(
     with stop_signals() as signals, Run.open(workdir, "evaluate") as run:
         setup, model = _prepare(config, run, strict_restore, resume_override)
         state = run.resume(setup, model, strict=strict_restore, override=resume_override)
+        run.write_config(setup.config)
         with kernels_of_run(setup.config, workdir):
             finish(setup, state, run, signals)
 

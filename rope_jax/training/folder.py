@@ -38,7 +38,7 @@ class Run:
 
     Attributes:
         workdir: the folder.
-        mode: "train", or "evaluate", which changes results and pictures only.
+        mode: "train", or "evaluate", which leaves checkpoints and metrics as they are.
         checkpoints: of the run.
     """
 
@@ -161,10 +161,19 @@ class Run:
             warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
 
     def write_config(self, config: Config) -> None:
-        """Writes `config.json`."""
+        """Writes `config.json`, and sets results of other settings aside."""
         decide_by_first(self.checkpoints.require_ours, SaveFailed)
-        if jax.process_index() == 0:
-            write_file(self.workdir / "config.json", to_json(config) + "\n")
+        if jax.process_index() > 0:
+            return
+        path, results = self.workdir / "config.json", self.workdir / "results.json"
+        before = config
+        with contextlib.suppress(FileNotFoundError, ValueError, ConfigError):  # new, damaged, old
+            before = resolve_stored(read_json(path), path)
+        changed = differences(before, config)
+        if changed and os.path.lexists(results):
+            reason = f"{results} is of other settings ({'; '.join(changed)})"
+            set_aside(results, reason, "before")
+        write_file(path, to_json(config) + "\n")
 
     def metrics(self, step: int, *, tensorboard: bool) -> MetricsWriter:
         """Opens `metrics.jsonl` and drops its lines after `step`."""

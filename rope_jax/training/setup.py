@@ -197,6 +197,12 @@ def load_split(
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
     """Rejects data settings that do not fit the images."""
+    workers = config.data.workers
+    if workers and not images.in_memory and importlib.util.find_spec("grain") is None:
+        raise ConfigError(
+            f"--config.data.workers={workers} needs grain: pip install 'rope_jax[data]', or set it "
+            "to 0"
+        )
     with blame("--config.data.path"):
         _check_class_names(images, held_out)
         for split in (images, held_out):
@@ -217,7 +223,8 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
                 seen = dataclasses.replace(held_out, crop=frame)
                 data.check_canvases(seen, "none", canvases)
     with blame("--config.data.augment"):
-        data.loader_of(loader, images)
+        for size in (images.size, *config.data.other_sizes):
+            data.loader_of(loader, images, size)
     if config.data.on_device:
         with blame("--config.data.on_device"):
             loader_on_device(loader, images)

@@ -250,6 +250,9 @@ def test_skipped_images_are_replaced_and_counted(tmp_path, images):
         assert got["label"][replaced].tolist() == [1]
         np.testing.assert_array_equal(got["image"][replaced], expected["image"][substitute])
     assert stream.skipped == {2}
+    copies = batches(images, batch_size=18, seed=0, bad_images="skip")
+    take(1, copies)  # a batch that holds each image three times
+    assert copies.skipped == {2}
     damage(tmp_path, "train/n00000002/n00000002_2.JPEG")
     with pytest.raises(BadSet, match=r"2 of 6 images .* more than 1 \(one in 1000\): 2, 5"):
         take(1, batches(images, bad_images="skip", **options))

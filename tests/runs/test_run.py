@@ -21,6 +21,7 @@ import pytest
 import rope_jax.runs.run
 import rope_jax.training.folder
 from rope_jax import data
+from rope_jax.analysis.runs import read_runs
 from rope_jax.config import ConfigError
 from rope_jax.evaluate import read_results
 from rope_jax.system.files import SaveFailed
@@ -172,6 +173,19 @@ def test_finished_runs_are_evaluated_at_other_resolutions(finished, copy):
     old, new = (read_results(workdir)["eval"] for workdir in (finished, copy))
     assert [row["resolution"] for row in new] == [[8, 8], [6, 6], [4, 6]]
     assert [new[0], new[2]] == old
+
+
+def test_results_follow_the_settings(copy, capsys):
+    """Those of overridden settings are kept, but not taken for a run's own, and the reverse."""
+    changed, options = {"data__mean": (0.9, 0.1, 0.9)}, {"resume_override": ["data.mean"]}
+    first = read_results(copy)
+    for changes, names in ((changed, options), ({}, {})):
+        rope_jax.runs.run.evaluate_newest(tiny(**AVERAGED | changes), copy, **names)
+        (result,) = read_runs(copy)
+        assert result.config.data.mean == tiny(**changes).data.mean
+        assert (read_results(copy) == first) == (not changes)
+    assert "results.json is of other settings (data.mean: " in capsys.readouterr().err
+    assert len(list(copy.glob("results.json.before*"))) == 2
 
 
 def test_evaluation_needs_a_trained_run(tmp_path):

@@ -194,6 +194,7 @@ def test_the_schedule_of_the_recipe_is_the_official_one(variant, golden):
         ),
         ({"data__more_sizes": (7,)}, "divisible.*more_sizes"),
         ({"data__more_sizes": (4,), "data__on_device": True}, "more_sizes.*on_device"),
+        ({"data__more_sizes": (4,), "data__augment": "crop(pad=5)"}, "images of 4 x 4.*augment"),
     ],
 )
 def test_combinations_that_are_not_supported(changes, words):

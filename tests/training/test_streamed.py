@@ -1,5 +1,6 @@
 """Training on image files: resumption, evaluation, images that cannot be used."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -49,6 +50,13 @@ def folder_settings(place):
         "batch_size": 32,
         "epochs": 2.5,
     }
+
+
+def test_workers_without_grain_are_refused(photographs, monkeypatch):
+    find = importlib.util.find_spec
+    without = lambda name, *package: None if name == "grain" else find(name, *package)
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    assert_refused("workers=2 needs grain: pip", **folder_settings(photographs), data__workers=2)
 
 
 @pytest.mark.parametrize(("workers", "each"), [(0, 0), (2, 1), (7, 2)])
