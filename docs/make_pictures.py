@@ -28,7 +28,7 @@ FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)")
-# Without axial_rope(k_rope=1), which is 20 points lower and would hide the differences.
+# Without axial_rope(k_rope=1), which is 20 to 35 points lower and would hide the differences.
 TINY_CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", "axial_rope", "axial_rope(k_rope=8)")
 _INTERPOLATED = ["rope2d(extend=interpolate)", "rope_mixed(extend=interpolate)"]
 INTERPOLATED_CURVES = ("ape", "rope2d", "rope_mixed", *_INTERPOLATED)

@@ -1,5 +1,6 @@
 """Attention functions for the attention modules of Flax, Linen and NNX."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +39,9 @@ def flax_attention_fn(
         implementation: None for the best that applies, or a name.
 
     Raises:
-        ValueError: a window or neighbourhood without `grid`. The returned function raises it for
-            another number of tokens than `grid` has, and if Flax passes a mask, attention dropout,
-            causal attention or `sow_weights`.
+        ValueError: a window or neighbourhood without `grid`. The returned function raises it if the
+            number of tokens is not that of `grid`, or Flax passes a mask, attention dropout, causal
+            attention or `sow_weights`.
     """
     if grid is None and not isinstance(pattern, Global):
         raise ValueError(f"pattern={pattern} needs the map's size: pass grid=(H, W)")
@@ -69,13 +70,13 @@ def flax_attention_fn(
                 "attention module"
             )
         places = query.shape[-3:-2] if grid is None else grid
-        q, k, v = (x.reshape(-1, *places, *x.shape[-2:]) for x in (query, key, value))
         for name, x in {"query": query, "key": key, "value": value}.items():
-            if grid is not None and x.shape[-3] != grid[0] * grid[1]:
+            if grid is not None and x.shape[-3] != math.prod(grid):
                 raise ValueError(
-                    f"{name} has {x.shape[-3]} tokens, which is not grid={grid[0]}x{grid[1]}: pass "
-                    "the rows and columns of the map in tokens"
+                    f"{name} has {x.shape[-3]} tokens, but grid={grid[0]}x{grid[1]} has "
+                    f"{math.prod(grid)}: pass the rows and columns of the map in tokens"
                 )
+        q, k, v = (x.reshape(-1, *places, *x.shape[-2:]) for x in (query, key, value))
         terms = {"rotation": rotation, "bias": bias, "implementation": implementation}
         return attention(q, k, v, pattern=pattern, **terms).reshape(query.shape)
 

@@ -54,7 +54,8 @@ class Rotation:
     def __post_init__(self):
         for name, x in vars(self).items():
             if isinstance(x, np.ndarray):  # as jax reads it: float64 only under jax_enable_x64
-                object.__setattr__(self, name, x.astype(jax.dtypes.canonicalize_dtype(x.dtype)))
+                dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+                object.__setattr__(self, name, x.astype(dtype, copy=False))
         integers = hasattr(self.coords, "astype") and jnp.issubdtype(self.coords.dtype, jnp.integer)
         if integers or isinstance(self.coords, list):
             # Not wider under jax_enable_x64: kernels take no float64.

@@ -176,13 +176,14 @@ class Training(Examples):
         self, example: int, crop: Augmentation | None, draw: int, canvas: Size, bad: list[int]
     ) -> Batch:
         """Reads an example, or the next usable one that fits the canvas; adds others to `bad`."""
-        images, count = self.images, len(self.images.labels)
+        images, count, tried = self.images, len(self.images.labels), set()
         while True:
             try:
                 return images.example(example, crop, draw)
             except BadImages:
-                if self.bad_images == "error":
+                if self.bad_images == "error" or example in tried:  # no other fits the canvas
                     raise
+            tried.add(example)
             bad.append(example)
             if len(set(bad)) > max_skipped(count):  # a batch may hold an image twice
                 raise too_many(bad, count)

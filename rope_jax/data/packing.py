@@ -145,8 +145,8 @@ def prepare(
         )
     if folder is finished:
         print(
-            f"{finished} already exists, from as many files with these names and labels: remove it "
-            "if their content has changed"
+            f"{finished} already exists, prepared from as many files with the same names and "
+            "labels: remove it if their content has changed"
         )
         return finished
     shards = {

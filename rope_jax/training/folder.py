@@ -161,7 +161,10 @@ class Run:
             warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
 
     def write_config(self, config: Config) -> None:
-        """Writes `config.json`, and sets results of other settings aside."""
+        """Writes `config.json`, and sets aside results that were computed with other settings.
+
+        An evaluation writes it only in that case.
+        """
         decide_by_first(self.checkpoints.require_ours, SaveFailed)
         if jax.process_index() > 0:
             return
@@ -171,9 +174,10 @@ class Run:
             before = resolve_stored(read_json(path), path)
         changed = differences(before, config)
         if changed and os.path.lexists(results):
-            reason = f"{results} is of other settings ({'; '.join(changed)})"
+            reason = f"{results} was computed with other settings ({'; '.join(changed)})"
             set_aside(results, reason, "before")
-        write_file(path, to_json(config) + "\n")
+        if changed or self.mode == "train":
+            write_file(path, to_json(config) + "\n")
 
     def metrics(self, step: int, *, tensorboard: bool) -> MetricsWriter:
         """Opens `metrics.jsonl` and drops its lines after `step`."""

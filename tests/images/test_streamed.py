@@ -412,7 +412,9 @@ def test_an_interrupted_preparation_resumes(tmp_path, source, monkeypatch, capsy
     )
     assert uninterrupted == resumed
     prepare(source, tmp_path / "packed", shard_images=2)
-    assert "already exists" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "already exists" in printed
+    assert printed.count("written: ") == 2
     assert len(read_examples) == 8
 
 

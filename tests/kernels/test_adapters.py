@@ -53,8 +53,9 @@ def test_windows_need_the_grid():
     result, expected = attend_twice(q)
     np.testing.assert_allclose(result, expected.reshape(q.shape), atol=1e-6)
     two = jnp.concatenate([q, q])  # 24 tokens in all, as one map of the grid below has
-    with pytest.raises(ValueError, match="query has 12 tokens, which is not grid=4x6"):
-        flax_attention_fn(pattern=window, grid=(4, 6))(two, two, two)
+    for x in (q, two):
+        with pytest.raises(ValueError, match="query has 12 tokens, but grid=4x6 has 24"):
+            flax_attention_fn(pattern=window, grid=(4, 6))(x, x, x)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_finished_runs_are_evaluated_at_other_resolutions(finished, copy):
 
 
 def test_results_follow_the_settings(copy, capsys):
-    """Those of overridden settings are kept, but not taken for a run's own, and the reverse."""
+    """Results of overridden settings are set aside when the run's own return, and vice versa."""
     changed, options = {"data__mean": (0.9, 0.1, 0.9)}, {"resume_override": ["data.mean"]}
     first = read_results(copy)
     for changes, names in ((changed, options), ({}, {})):
@@ -184,7 +184,7 @@ def test_results_follow_the_settings(copy, capsys):
         (result,) = read_runs(copy)
         assert result.config.data.mean == tiny(**changes).data.mean
         assert (read_results(copy) == first) == (not changes)
-    assert "results.json is of other settings (data.mean: " in capsys.readouterr().err
+    assert "results.json was computed with other settings (data.mean: " in capsys.readouterr().err
     assert len(list(copy.glob("results.json.before*"))) == 2
 
 
