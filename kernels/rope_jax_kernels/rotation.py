@@ -42,9 +42,10 @@ class Rotation:
         pairing: "half" pairs channels (r, R + r), "interleaved" pairs (2r, 2r + 1). Channels from
             2R on stay as they are.
 
-    Both arrays are float32 (float64 for float64 data): an angle of 10 pi is off by 0.09 rad in
-    bfloat16. The constructor checks nothing, because jax also creates instances with placeholders;
-    the functions that take a rotation check it.
+    Both arrays are float32 (float64 for float64 data; NumPy's float64 becomes float32 unless
+    jax_enable_x64 is set): an angle of 10 pi is off by 0.09 rad in bfloat16. The constructor checks
+    nothing, because jax also creates instances with placeholders; the functions that take a
+    rotation check it.
     """
 
     coords: Any
@@ -53,7 +54,7 @@ class Rotation:
 
     def __post_init__(self):
         for name, x in vars(self).items():
-            if isinstance(x, np.ndarray):  # as jax reads it: float64 only under jax_enable_x64
+            if isinstance(x, np.ndarray):  # of the type that jax would read
                 dtype = jax.dtypes.canonicalize_dtype(x.dtype)
                 object.__setattr__(self, name, x.astype(dtype, copy=False))
         integers = hasattr(self.coords, "astype") and jnp.issubdtype(self.coords.dtype, jnp.integer)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rope_jax import data
-from rope_jax.data import batches, evaluation_batches, load
+from rope_jax.data import BadImages, batches, evaluation_batches, load
 from rope_jax.data.sources.scenes import draw_scene
 from tests.images.coco_set import write_coco
 from tests.images.streams import assert_same, join_batches, take
@@ -144,6 +144,18 @@ def test_bad_images_are_replaced_by_ones_that_fit_the_canvas(tmp_path):
             assert_same([got], [expected])
     assert replaced == 6
     assert stream.skipped == {0}
+
+
+def test_a_bad_image_that_none_replaces_is_reported(tmp_path):
+    folder = write_coco(tmp_path / "set")
+    (folder / "train2017" / "000000000011.jpg").write_bytes(b"no picture")
+    images = load("coco", str(folder), "train", (136, 136), crop=FIT)
+    canvases = ((67, 136), (136, 136))  # only image 1 has 67 rows
+    stream = batches(
+        images, batch_size=1, seed=3, canvases=canvases, max_boxes=5, bad_images="skip"
+    )
+    with pytest.raises(BadImages, match=r"image 1 of .*000000000011\.jpg"):
+        take(24, stream)
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,18 @@ def test_the_default_is_exported_for_a_cpu(monkeypatch):
         assert jnp.array_equal(x, y)
 
 
+def test_sizes_of_exported_programs_may_be_open():
+    batch, tokens = jax.export.symbolic_shape("b, l")
+    shapes = [(batch, *X.shape[1:]), (2, tokens, 2, 8)]
+    turn, attend = lambda x: rotate(x, x, SOME), lambda x: attention(x, x, x, pattern=Global())
+    for function, shape in zip((turn, attend), shapes, strict=True):
+        exported = jax.export.export(jax.jit(function))(jax.ShapeDtypeStruct(shape, jnp.float32))
+        x = jnp.ones([n if isinstance(n, int) else 3 for n in shape])
+        results = zip(*map(jax.tree.leaves, (exported.call(x), function(x))), strict=True)
+        for result, expected in results:
+            np.testing.assert_allclose(result, expected, atol=1e-6)
+
+
 def test_a_named_kernel_is_not_replaced_on_the_cpu(default_gpu):
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
         jax.jit(functools.partial(attend_map, "triton"))(MAP, *FREQS_AND_TABLE)

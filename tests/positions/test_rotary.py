@@ -207,11 +207,9 @@ def test_frequencies_of_nyquist_are_those_of_the_training_map():
 
 def test_global_blocks_have_the_frequencies_of_nyquist_of_the_map():
     """In windows with boxes of their own they are those of the window."""
-    text, windows = (
-        "axial_rope(generator=nyquist)",
-        {"pattern": Window((4, 4)), "window_box": "own"},
-    )
-    position = scheme(text, grid=(16, 16), global_layers=(1,), **windows)
+    text = "axial_rope(generator=nyquist)"
+    windows = {"pattern": Window((4, 4)), "window_box": "own", "global_layers": (1,)}
+    position = scheme(text, grid=(16, 16), **windows)
     of_map, of_window = (scheme(text, grid=(n, n)).freqs() for n in (16, 4))
     np.testing.assert_array_equal(position.freqs(), of_window)
     np.testing.assert_array_equal(position.with_pattern(Global()).freqs(), of_map)
