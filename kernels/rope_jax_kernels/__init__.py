@@ -21,7 +21,7 @@ from rope_jax_kernels.attention import (
     attention_qkv,
     window_bias,
 )
-from rope_jax_kernels.dispatch import explain
+from rope_jax_kernels.calls import explain
 from rope_jax_kernels.rotary import rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotation import Pairing, Rotation
 from rope_jax_kernels.tuning.choices import Choices

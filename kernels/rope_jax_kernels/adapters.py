@@ -41,7 +41,7 @@ def flax_attention_fn(
     Raises:
         ValueError: a window or neighbourhood without `grid`. The returned function raises it if the
             number of tokens is not that of `grid`, or Flax passes a mask, attention dropout, causal
-            attention or `sow_weights`.
+            attention, `sow_weights` or `input_positions`.
     """
     if grid is None and not isinstance(pattern, Global):
         raise ValueError(f"pattern={pattern} needs the map's size: pass grid=(H, W)")
@@ -55,6 +55,7 @@ def flax_attention_fn(
         deterministic: bool = False,
         module: Any = None,
         is_causal: bool = False,
+        input_positions: Any = None,
         **_: Any,
     ) -> Float[Array, "*B L N D"]:
         unsupported = {
@@ -62,6 +63,7 @@ def flax_attention_fn(
             "attention dropout": dropout_rate > 0 and not deterministic,
             "causal attention": is_causal,
             "attention weights (sow_weights)": module is not None,
+            "input_positions, as the rotation has the coordinates": input_positions is not None,
         }
         passed = [name for name, is_passed in unsupported.items() if is_passed]
         if passed:

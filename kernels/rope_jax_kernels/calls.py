@@ -1,5 +1,10 @@
-"""The call of an operation, as the public functions make it after checking its arguments."""
+"""The call of an operation, as the public functions make it after checking its arguments, and
+`explain`.
+"""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,3 +62,56 @@ def _shardings(op: str, specs: list[P], mesh: AbstractMesh) -> Any:
         specs = [specs[0][:1]]
     shardings = tuple(NamedSharding(mesh, P(*spec)) for spec in specs)
     return shardings if op == "rotate" else shardings[0]
+
+
+def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
+    """Lists which implementations support the call `op(*args, **kwargs)`, without running it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Global, attention, explain
+        >>> x = jnp.ones((1, 4, 2, 16))
+        >>> reasons = explain(attention, x, x, x, pattern=Global())
+        >>> sorted(reasons)
+        ['cudnn', 'mosaic', 'triton', 'xla']
+        >>> reasons["xla"]
+        'ok'
+
+    Args:
+        op: `rotate`, `rotate_qkv`, `rotate_by_angles`, `attention` or `attention_qkv`.
+        *args: positional arguments of `op`.
+        **kwargs: keyword arguments of `op`; `implementation` is ignored.
+
+    Returns:
+        A map from implementation to "ok", or to its reason for refusing the call.
+
+    Raises:
+        ValueError: `op` is not an operation of this package, or the call itself raises it.
+        TypeError: an argument that `op` needs is missing, it does not take one of them, or the call
+            itself raises it.
+    """
+    name = getattr(op, "__name__", None)
+    if name not in dispatch.IMPLEMENTATIONS or not str(op.__module__).startswith(f"{__package__}."):
+        raise ValueError(
+            f"op={op!r} is not an operation of rope_jax_kernels; use one of "
+            f"{list(dispatch.IMPLEMENTATIONS)}"
+        )
+    signature = inspect.signature(op)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = [
+            f"{x.name}=..." if x.default is x.empty else f"[{x.name}=...]"
+            for x in signature.parameters.values()
+        ]
+        raise TypeError(
+            f"explain(op={name}, ...) was given other arguments than {name} takes: use "
+            f"explain({name}, {', '.join(parameters)}), where those in brackets may be left out"
+        ) from error
+    bound.apply_defaults()
+    arguments = {x: y for x, y in bound.arguments.items() if x != "implementation"}
+    jax.eval_shape(functools.partial(op, **arguments, implementation="xla"))  # raises its errors
+    return {
+        implementation: dispatch.refusal(name, implementation, arguments) or "ok"
+        for implementation in dispatch.IMPLEMENTATIONS[name]
+    }

@@ -15,7 +15,6 @@ needs them, so programs on a CPU import no Pallas.
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -224,53 +223,3 @@ def backward_pass(implementation: str, task: Any) -> Callable:
 def load_module(op: str, implementation: str) -> Any:
     """The module of an implementation, imported when it is first needed."""
     return importlib.import_module(f"{__package__}.{IMPLEMENTATIONS[op][implementation]}")
-
-
-def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
-    """Lists which implementations support the call `op(*args, **kwargs)`, without running it.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from rope_jax_kernels import Global, attention, explain
-        >>> x = jnp.ones((1, 4, 2, 16))
-        >>> reasons = explain(attention, x, x, x, pattern=Global())
-        >>> sorted(reasons)
-        ['cudnn', 'mosaic', 'triton', 'xla']
-        >>> reasons["xla"]
-        'ok'
-
-    Args:
-        op: `rotate`, `rotate_qkv`, `rotate_by_angles`, `attention` or `attention_qkv`.
-        *args: positional arguments of `op`.
-        **kwargs: keyword arguments of `op`; `implementation` is ignored.
-
-    Returns:
-        A map from implementation to "ok", or to its reason for refusing the call.
-
-    Raises:
-        ValueError: `op` is not an operation of this package.
-        TypeError: an argument that `op` needs is missing, or it does not take one of them.
-    """
-    name = getattr(op, "__name__", None)
-    if name not in IMPLEMENTATIONS or not str(op.__module__).startswith(f"{__package__}."):
-        raise ValueError(
-            f"op={op!r} is not an operation of rope_jax_kernels; use one of {list(IMPLEMENTATIONS)}"
-        )
-    signature = inspect.signature(op)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        parameters = [
-            f"{x.name}=..." if x.default is x.empty else f"[{x.name}=...]"
-            for x in signature.parameters.values()
-        ]
-        raise TypeError(
-            f"explain(op={name}, ...) was given other arguments than {name} takes: use "
-            f"explain({name}, {', '.join(parameters)}), where those in brackets may be left out"
-        ) from error
-    bound.apply_defaults()
-    del bound.arguments["implementation"]
-    return {
-        implementation: refusal(name, implementation, bound.arguments) or "ok"
-        for implementation in IMPLEMENTATIONS[name]
-    }

@@ -323,7 +323,7 @@ def _check_combinations(config: Config) -> None:
     below = max(batch // groups, 2) * groups
     mistakes = [
         (
-            optim.min_learning_rate > optim.learning_rate,
+            optim.schedule in ("cosine", "poly") and optim.min_learning_rate > optim.learning_rate,
             f"--config.optim.min_learning_rate={optim.min_learning_rate} is above "
             f"--config.optim.learning_rate={optim.learning_rate}: lower the first or raise the "
             "second",
@@ -333,6 +333,17 @@ def _check_combinations(config: Config) -> None:
             f"--config.optim.cooldown_epochs={optim.cooldown_epochs} cannot be combined with "
             f"--config.optim.schedule={optim.schedule}, which does not end at a minimum: set the "
             "cooldown to 0, or use cosine or poly",
+        ),
+        (
+            optim.milestones and optim.schedule != "step",
+            f"--config.optim.milestones={optim.milestones} cannot be combined with "
+            f"--config.optim.schedule={optim.schedule}, which has none: leave them "
+            "out, or use step",
+        ),
+        (
+            optim.backbone_rate != 1 and config.model.head is None,
+            f"--config.optim.backbone_rate={optim.backbone_rate} is for a backbone below a "
+            "--config.model.head: leave it out, or use --config.optim.layer_decay",
         ),
         (
             config.loss == "binary" and config.label_smoothing,

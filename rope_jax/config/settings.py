@@ -188,7 +188,10 @@ class OptimConfig:
     warmup_steps: CountOrZero | None = _setting(
         None, "length of the warmup in steps, instead of warmup_epochs"
     )
-    warmup_learning_rate: NotNegative = _setting(0.0, "learning rate at the start of the warmup")
+    warmup_learning_rate: NotNegative = _setting(
+        0.0,
+        "learning rate at the start of the warmup; of the whole first epoch if it changes by epoch",
+    )
     warmup_prefix: bool = _setting(
         True, "start the cosine after the warmup (Swin), or at step 0 (timm's default)"
     )

@@ -133,13 +133,15 @@ def assignments(text: str, label: str) -> dict[str, str]:
         label: description of the text, for error messages.
 
     Raises:
-        ValueError: a part is not of that form.
+        ValueError: a part is not of that form, or a key occurs twice.
     """
     values = {}
     for piece in items(text):
         key, _, value = piece.partition("=")
         if not key.isidentifier() or not value:
             raise ValueError(f"{label} {piece!r} is not of the form key=value")
+        if key in values:
+            raise ValueError(f"{label} names {key!r} twice: leave one out")
         values[key] = value
     return values
 

@@ -323,6 +323,7 @@ def count_correct(
     """
     logits = logits.astype(jnp.float32)
     _, best = jax.lax.top_k(logits, min(5, logits.shape[-1]))
+    best = jnp.where(jnp.isnan(logits).any(-1, keepdims=True), -2, best)  # NaN would rank first
     label = label.reshape(len(label), 1, -1)
     hits = (best[:, :, None] == label).any(-1) & mask[:, None]
     return jnp.stack([hits[:, 0].sum(), hits.any(-1).sum(), mask.sum()])

@@ -216,6 +216,8 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
     with blame("--config.data.canvases"):
         for split, augment in ((images, loader), (held_out, "none")):
             data.check_canvases(split, augment, canvases)
+    with blame("--config.eval.frame"):
+        parse_crop(config.eval.frame)
     for frame in config.eval.frames:
         with blame("--config.eval.frames"):
             parse_crop(frame)

@@ -71,6 +71,7 @@ def test_windows_of_a_run_scale_with_the_image(count, changes):
             "needs a model with window attention, and ViT has none",
         ),
         ({"eval__log_scale": True}, r"for rotary positions.*\[--config.eval.log_scale\]"),
+        ({"eval__frame": "middle"}, r"unknown augmentation 'middle'.*\[--config.eval.frame\]"),
         ({"eval__frames": ("middle",)}, r"unknown augmentation 'middle'.*\[--config.eval.frames\]"),
     ],
 )

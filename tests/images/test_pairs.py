@@ -200,5 +200,6 @@ def test_augmentations_that_ignore_labels_are_refused(folder):
     for wrong, augment in ((images, "crop(pad=2)"), (digits, CROP)):
         with pytest.raises(ValueError, match="crop changes images, but not the labels"):
             batches(wrong, batch_size=1, seed=0, augment=augment)
-    with pytest.raises(ValueError, match="scaled_crop is for training"):
-        load("masks", str(folder), "test", (16, 12), crop="scaled_crop")
+    for crop in ("scaled_crop", "resized_crop"):
+        with pytest.raises(ValueError, match=f"{crop} is for training: evaluate with centre"):
+            load("masks", str(folder), "test", (16, 12), crop=crop)

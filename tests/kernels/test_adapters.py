@@ -65,6 +65,7 @@ def test_windows_need_the_grid():
         ({"dropout_rate": 0.1}, "attention dropout"),
         ({"is_causal": True}, "causal attention"),
         ({"module": object()}, "attention weights"),
+        ({"input_positions": jnp.arange(6)}, "input_positions, as the rotation"),
     ],
 )
 def test_unsupported_arguments_are_refused(settings, message):

@@ -306,6 +306,11 @@ def test_a_batch_may_be_empty(name):
     assert not any(np.any(x) for x in others)
 
 
+def test_a_batch_of_many_tokens_may_be_empty():
+    x = jax.ShapeDtypeStruct((0, 1100, N, D), "float32")  # attended to in blocks of queries
+    assert jax.eval_shape(lambda x: attention(x, x, x, pattern=Global()), x).shape == x.shape
+
+
 @pytest.mark.parametrize(
     ("arrays", "terms", "error", "words"),
     [

@@ -331,6 +331,11 @@ def test_explain_refuses_other_functions():
     assert {op.__name__ for op, *_ in CALLS} == set(dispatch.IMPLEMENTATIONS)
 
 
+def test_explain_raises_what_the_call_would_raise():
+    with pytest.raises(ValueError, match=r"q has shape \(.*\[B, H, W, N, D\]"):
+        explain(attention, X, X, X, pattern=Window((2, 2)))
+
+
 @pytest.mark.process
 def test_a_cpu_program_imports_no_pallas():
     program = (

@@ -129,6 +129,8 @@ def test_assignments(text, expected):
 def test_malformed_assignments_are_refused(text):
     with pytest.raises(ValueError, match=r"--options '.*' is not of the form key=value"):
         assignments(text, "--options")
+    with pytest.raises(ValueError, match="--options names 'a' twice: leave one out"):
+        assignments("a=1,b=2,a=1", "--options")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_padding_is_not_counted_and_any_label_is_right():
     assert counts.tolist() == [1, 2, 3]
     several = jnp.array([[3, 0], [5, 4], [5, -1], [0, -1]])
     assert count_correct(logits, several, mask).tolist() == [1, 2, 3]
+    assert count_correct(logits.at[:2, 3].set(jnp.nan), several, mask).tolist() == [0, 0, 3]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def attend_in_blocks(
 
     def split(x: Array) -> Float[Array, "blocks ..."]:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -length % size), (0, 0)])
-        x = x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+        x = x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
         return jnp.moveaxis(x, -3, 0)
 
     @jax.checkpoint
@@ -62,7 +62,7 @@ def attend_in_blocks(
         return attend(block[0], k, v, scale=scale, bias=block[1])
 
     out = lax.map(attend_block, (split(q), None if bias is None else split(bias)))
-    out = jnp.moveaxis(out, 0, -3).reshape(*q.shape[:2], -1, q.shape[-1])
+    out = jnp.moveaxis(out, 0, -3).reshape(*q.shape[:2], -(-length // size) * size, q.shape[-1])
     return out[:, :, :length]
 
 

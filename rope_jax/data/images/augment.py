@@ -32,7 +32,7 @@ class Entry:
             so that a map of labels can be moved like an image.
         joint: labels that a crop changes together with images, "pixels" or "boxes"; the result may
             then be smaller than the size. None for a crop of images alone.
-        random: False for a joint crop without random numbers, which is not only for training.
+        random: False for a crop without random numbers, which is not only for training.
         boxes: for an augmentation that keeps the size, the corresponding change of boxes:
             (boxes, width, draws) -> boxes.
         colours: True for an augmentation in the step that changes colours only, so that labels of
@@ -53,8 +53,8 @@ AUGMENTATIONS = Registry(
     "augmentation",
     {
         "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
-        "centre": Entry(CROP, crops.centre),
-        "stretch": Entry(CROP, crops.stretch),
+        "centre": Entry(CROP, crops.centre, random=False),
+        "stretch": Entry(CROP, crops.stretch, random=False),
         "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
         "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
         "fit": Entry(CROP, fits.fit, joint="boxes", random=False),

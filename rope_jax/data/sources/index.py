@@ -240,7 +240,8 @@ class Streamed:
     one_size: ClassVar[bool] = True
 
     def __post_init__(self):
-        if parse_crop(self.crop).entry.joint is not None:
+        entry = parse_crop(self.crop).entry
+        if entry.random or entry.joint is not None:
             raise ValueError(f"{self.crop} is for training: evaluate with centre or stretch")
 
     @property
