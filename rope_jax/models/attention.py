@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -308,7 +308,7 @@ def _attend_packed(qkv: Array, shared: tuple, *, pattern: Pattern, scale: float 
     rotation, bias, transform = shared
     if transform is None:
         return attention_qkv(qkv, pattern=pattern, rotation=rotation, bias=bias, scale=scale)
-    attend = functools.partial(attention, pattern=pattern)
+    attend = functools.partial(_attend_examples, pattern=pattern)
     return _attend(qkv, shared, attend=attend, scale=scale)
 
 
@@ -326,6 +326,19 @@ def _attend(qkv: Array, shared: tuple, *, attend: Callable, scale: float | None)
 
     q, k, v = jnp.moveaxis(qkv, -3, 0)
     return attend_with_bias(q, k, v) if transform is None else transform(q, k, v, attend_with_bias)
+
+
+def _attend_examples(
+    q: Array, k: Array, v: Array, *, bias: Array | None, **options: Any
+) -> Float[Array, "B *places N D"]:
+    """`attention`, also with a bias [B, N, L, L], of each example."""
+    if bias is None or bias.ndim < 4:
+        return attention(q, k, v, bias=bias, **options)
+
+    def attend(q: Array, k: Array, v: Array, bias: Array) -> Array:
+        return attention(q[None], k[None], v[None], bias=bias, **options)[0]
+
+    return jax.vmap(attend)(q, k, v, bias)
 
 
 def _dropping_attention(

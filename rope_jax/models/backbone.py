@@ -267,11 +267,11 @@ class Backbone(nnx.Module):
         """Sets windows to a thirty-second of the image, from the next `resize` on.
 
         Raises:
-            ValueError: the model has no windows.
+            ValueError: the model has no windows, or they keep their size.
         """
         raise ValueError(
-            f"scale_windows needs a model with window attention, and {type(self).__name__} has "
-            "none: leave it out"
+            "scale_windows needs a model whose windows can follow the image, as those of Swin do, "
+            f"unlike {type(self).__name__}: leave it out"
         )
 
     def window_rule(self, *, scaled: bool = False) -> str | None:

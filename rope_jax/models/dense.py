@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from rope_jax.models.backbone import Backbone, allow_any_mesh
 from rope_jax.models.description import Description
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
-from rope_jax.models.layers import layer_dtypes
+from rope_jax.models.layers import check_images, layer_dtypes
 from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.models.registry import Options, check_blocks, create_backbone, find_model
@@ -59,7 +59,7 @@ class DenseModel(Backbone):
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
-        self.grids(images.shape[1:3])
+        self.grids(check_images(images))
         selection = {"blocks": self.blocks, "norm": self.map_norm}
         maps = self.backbone.features(images, **selection, train=train, key=key)
         maps = maps if self.stages is None else [maps[stage] for stage in self.stages]

@@ -369,8 +369,8 @@ def layer_scale(features: int, initial: float | None, dtype: np.dtype) -> LayerS
     return None if initial is None else LayerScale(features, initial, dtype)
 
 
-def check_images(images: Array) -> None:
-    """Raises ValueError for anything but floating-point images [B, H, W, 3]."""
+def check_images(images: Array) -> tuple[int, int]:
+    """Returns (H, W) of floating-point images [B, H, W, 3]; raises ValueError for anything else."""
     floating = jnp.issubdtype(images.dtype, jnp.floating)
     if images.ndim != 4 or images.shape[3] != 3 or not images.size or not floating:
         raise ValueError(
@@ -378,6 +378,7 @@ def check_images(images: Array) -> None:
             "[B, H, W, 3], channels last, at least one image and pixel, floating-point numbers, "
             "normalised: (images / 255 - mean) / std"
         )
+    return images.shape[1:3]
 
 
 class PatchProjection(nnx.Module):

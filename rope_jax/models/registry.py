@@ -5,7 +5,7 @@ Each field of a family's `Options` declares its type and the values that it may 
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -58,6 +58,14 @@ class Options:
                 hint = _ELSEWHERE.get(name) or closest(name, [*fields, *_ARGUMENTS])
                 raise ValueError(f"{model} has no option {name!r}; {hint}")
         return dataclasses.replace(self, **convert_options(model, overrides, fields))
+
+    def check_read(self, model: str, overrides: Iterable[str]) -> None:
+        """Rejects overrides without effect: fields that the model reads with other values alone.
+
+        Args:
+            model: name of the model, for error messages.
+            overrides: the fields that were changed to get these options.
+        """
 
 
 def check_divisible(owner: str, width: int, divisors: Mapping[str, int]) -> None:
@@ -246,9 +254,12 @@ def describe(
     if head is None and blocks is not None:
         raise ValueError(f"blocks={tuple(blocks)} are those of a head: name it, or leave them out")
     classes, options = default.num_classes, {} if described is None else {**described.options}
-    if head is not None and (described is None or described.head is None):
+    stored_head = None if described is None else described.head
+    if head is not None and stored_head is None:
         classes = 0  # those of a classifier are not the head's
-        options.pop("last_norm", None)
+    if head is not None and head.partition("(")[0] != (stored_head or "").partition("(")[0]:
+        options.pop("last_norm", None)  # the other head's
+    entry.options.override(name, {**options, **overrides}).check_read(name, overrides)
     scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
     size = image_pair(requested.get("image_size", default.image_size))
     return Description(

@@ -244,8 +244,7 @@ class Hierarchy(Backbone):
     def maps(
         self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None
     ) -> Iterator[Float[Array, "B H W C"]]:
-        check_images(images)
-        grids = self.grids(images.shape[1:3])
+        grids = self.grids(check_images(images))
         keys = self.training_keys(train, key, 2 * len(grids))
         x, first = self.patch_embed(images), 0
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):

@@ -5,7 +5,8 @@ These models differ only in the options of `ViT`; positions come from `rope_jax.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
@@ -42,17 +43,12 @@ from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import normal_init
 from rope_jax_kernels import Global, Neighborhood, Pattern
 
-PLAIN = (
-    "post_norm",
-    "cosine",
-    "attention",
-    "kernel_size",
-    "dilation",
-    "window_size",
-    "global_blocks",
-    "window_padding",
-    "window_box",
-)
+_READ_WITH = {
+    "neighborhood": ("kernel_size", "dilation"),
+    "window": ("window_size", "global_blocks", "window_padding", "window_box"),
+}
+"""Options that are read with one kind of attention alone."""
+PLAIN = ("post_norm", "cosine", "attention", *itertools.chain(*_READ_WITH.values()))
 """Options of the plain ViT's blocks and attention, which some families do not have."""
 
 
@@ -125,7 +121,7 @@ class ViTOptions(BlockOptions):
             `attention.make_window`.
         window_box: what schemes with coordinates on a box fill with it in windows: the "map", whose
             spacing the tokens of a window keep, or their "own" window, whose angles are those of a
-            map of that size. Integer coordinates are the same either way.
+            map of that size. Rows and columns in patches are the same either way.
     """
 
     patch_size: Count = 16
@@ -170,6 +166,15 @@ class ViTOptions(BlockOptions):
                 "leave class_token, pooling and pool_norm at their defaults"
             )
         check_blocks("global_blocks", self.global_blocks, self.depth)
+
+    def check_read(self, model: str, overrides: Iterable[str]) -> None:
+        for attention, names in _READ_WITH.items():
+            unread = sorted({*names}.intersection(overrides))
+            if unread and attention != self.attention:
+                raise ValueError(
+                    f"{model}: {unread[0]} is read with attention={attention!r}, and the model has "
+                    f"attention={self.attention!r}: set attention, too, or leave it out"
+                )
 
     @property
     def class_tokens(self) -> int:
@@ -304,10 +309,9 @@ class ViT(Backbone):
         self, images: Float[Array, "B h w 3"], train: bool, key: Array | None
     ) -> tuple[Float[Array, "B L C"], RunBlocks]:
         """The tokens [B, L, C] before the first block, and a function that runs blocks."""
-        check_images(images)
+        (grid,) = self.grids(check_images(images))
         # Keys for the position, for a stem with randomness, and for the blocks.
         keys = self.training_keys(train, key, 2 + self.stem_draws)
-        (grid,) = self.grids(images.shape[1:3])
         patches = self.tokenize(images, train, keys[1])
         x = self.embed(patches, grid, keys[0])
         run = prepare_blocks(
@@ -371,7 +375,7 @@ class ViT(Backbone):
     def maps(
         self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None
     ) -> Iterator[Float[Array, "B H W C"]]:
-        ((height, width),) = self.grids(images.shape[1:3])
+        ((height, width),) = self.grids(check_images(images))
         for x in self.run(images, train, key, blocks):
             yield x[:, x.shape[1] - height * width :].reshape(x.shape[0], height, width, -1)
 

@@ -24,6 +24,7 @@ from rope_jax.models.layers import (
     Deconv,
     LayerScale,
     Linear,
+    check_images,
     draw_he,
     layer_norm,
     linear,
@@ -225,7 +226,7 @@ class ViTAdapter(ViT):
                 f"blocks={blocks} and norm={norm} cannot be combined with ViT-Adapter, whose four "
                 "maps belong to no single block and have norms of their own: leave both out"
             )
-        options, (grid,) = self.options, self.grids(images.shape[1:3])
+        options, (grid,) = self.options, self.grids(check_images(images))
         keys = self.training_keys(train, key, 1 + len(options.groups))
         finest, *priors = self.prior(images, train)
         sizes = [x.shape[1:3] for x in priors]

@@ -7,7 +7,7 @@ A scheme is a small NNX module with three methods, which do nothing by default (
     mix(tokens, grid, layer) -> tokens     applied to the tokens between two layers
 
 Its class declares its source and properties; tests measure the properties, and
-`python -m rope_jax.positions` prints them.
+`python -m rope_jax.positions` prints the source, the formula and the rule for other maps.
 
 To add one, give a class a name; keyword-only parameters of its constructor are its options. In a
 module that is loaded as a plug-in (`rope_jax.names.plugins`), it works in every backbone, recipe

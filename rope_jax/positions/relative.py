@@ -315,11 +315,7 @@ class ContextualBias:
         if prefix:
             with_prefix = jnp.broadcast_to(products[..., -1:], (batch, heads, tokens, tokens))
             bias = with_prefix.at[:, :, prefix:, prefix:].set(bias)
-
-        def attend_one(q: Array, k: Array, v: Array, bias: Array) -> Array:
-            return attend(q[None], k[None], v[None], bias)[0]
-
-        return jax.vmap(attend_one)(q, k, v, bias)
+        return attend(q, k, v, bias)
 
 
 @scheme("irpe")

@@ -65,8 +65,8 @@ class Eva02(Rotary):
 class AS2DRope(Rotary):
     """VisionLLaMA's auto-scaled 2-D RoPE: alternating column and row, rescaled (arXiv 2403.00522).
 
-    Class and register tokens are rotated too: they count backwards from the first patch in reading
-    order, -1, -2, ..., so that the class token is in the last column of a row above the map.
+    Class and register tokens are rotated too: in reading order they come before the first patch,
+    the last of them at -1. So a class token alone is in the last column of a row above the map.
 
     Options:
         base: of the frequencies base**(-i / (R/2)) of each axis, 10000.

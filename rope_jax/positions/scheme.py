@@ -106,8 +106,8 @@ class Terms:
         add: [P + H*W, C], added to the normalised tokens before the projection to q, k and v.
         transform: anything else. A pytree called with q, k, v [B, P + H*W, N, D] ([B, H, W, N, D]
             in windows and neighbourhoods) and `attend(q, k, v, bias=None)`, which computes
-            attention with the other terms and an additional bias; it returns the output of
-            attention.
+            attention with the other terms and an additional bias, in global attention [N, L, L] or
+            [B, N, L, L]; it returns the output of attention.
         logit_scale: a factor on the logits before the bias, in addition to head_dim**-0.5.
     """
 

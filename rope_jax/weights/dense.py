@@ -21,7 +21,8 @@ def detectron2(model: nnx.Module) -> Table:
     ]
     rows = [(f"{prefix}{ours}", f"net.{theirs}", rule) for ours, theirs, rule in rows]
     for index, level in enumerate(getattr(getattr(model, "neck", None), "levels", ())):
-        rows += _pyramid_level(f"neck.levels.{index}", level.scale)
+        if level.scale in _LEVELS:  # others have no name there
+            rows += _pyramid_level(f"neck.levels.{index}", level.scale)
     return Table(rows)
 
 

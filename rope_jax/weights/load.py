@@ -79,6 +79,11 @@ def convert_state_dict(
         ValueError: names or shapes that do not fit, all of them in one message, or a weight that is
             not finite; the model is not changed.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict is a {type(state_dict).__name__}; it must be arrays by name: for a file "
+            "use create_model(..., pretrained=PATH) or load_pretrained"
+        )
     if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
         raise ValueError(
             f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds "

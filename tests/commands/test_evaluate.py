@@ -193,7 +193,7 @@ def test_the_first_of_several_processes_writes(command, tmp_path, monkeypatch):
     ("argument", "message"),
     [
         ("--resolutions=9", r"9x9 is not divisible by the patch size 4: .*\[--resolutions\]"),
-        ("--scale_windows", "--scale_windows needs a model with window attention"),
+        ("--scale_windows", "--scale_windows needs a model whose windows can follow"),
         ("somewhere", "name either the WORKDIR of a run or a --model"),
     ],
 )

@@ -68,7 +68,7 @@ def test_windows_of_a_run_scale_with_the_image(count, changes):
         ),
         (
             {"model__name": "vit_digits", "model__options": ""},
-            "needs a model with window attention, and ViT has none",
+            "needs a model whose windows can follow the image, .* unlike ViT",
         ),
         ({"eval__log_scale": True}, r"for rotary positions.*\[--config.eval.log_scale\]"),
         ({"eval__frame": "middle"}, r"unknown augmentation 'middle'.*\[--config.eval.frame\]"),

@@ -9,7 +9,7 @@ from flax import nnx
 
 import rope_jax
 
-SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "kernel_size": 3}
+SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0}
 
 
 def make_filled_model(name, position=None, *, num_classes=5, **options):
@@ -35,7 +35,10 @@ def abstract_call(model, height, width, method="__call__"):
 
 def small_model(name, position=None, **changes):
     """A small model for 3 x 5 patches and 5 classes."""
-    return make_filled_model(name, position, **SMALL | {"image_size": (6, 10)} | changes)
+    kernel = (
+        {"kernel_size": 3} if "nat" in (name.partition("_")[0], changes.get("attention")) else {}
+    )
+    return make_filled_model(name, position, **SMALL | {"image_size": (6, 10)} | kernel | changes)
 
 
 def fill(model):

@@ -90,7 +90,7 @@ def attend_once(drop, *, position="none", key=None):
 
 
 @pytest.mark.parametrize(
-    "position", some_slow(["none", "rope_mixed+rpb", "lape(ape)", "lpe"], ["lpe"])
+    "position", some_slow(["none", "rope_mixed+rpb", "lape(ape)", "lpe", "irpe"], ["lpe"])
 )
 def test_dropout_computes_the_same_as_the_kernels(position):
     # At this rate nothing is dropped; the explicit computation is compared with the kernel's.
@@ -115,6 +115,16 @@ def test_dropout_drops_weights_after_the_softmax():
     assert (
         len({kept[b, :, n].tobytes() for b in range(3) for n in range(2)}) == 6
     )  # each head and image by itself
+
+
+def test_equal_images_are_dropped_differently_with_a_bias_of_each_image():
+    model = small("vit_lite_7_4", "irpe")
+    layer, terms = model.blocks[0].attn, model.position.terms((3, 5)).layer(0)
+    x = jnp.tile(
+        jnp.asarray(np.random.default_rng(0).standard_normal((1, 15, 32)), "float32"), (2, 1, 1)
+    )
+    first, second = layer(x, (3, 5), Global(), terms, 0.5, jax.random.key(0))
+    assert np.abs(first - second).max() > 0.01
 
 
 # Weights

@@ -175,6 +175,13 @@ def test_another_head_starts_from_the_saved_backbone(dense, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("'upernet': new norm, head\n")
 
 
+def test_a_saved_model_takes_a_head_of_another_kind(dense, tmp_path):
+    rope_jax.save_pretrained(dense, tmp_path)
+    linear = abstract(tmp_path, head="linear", num_classes=2)
+    new = abstract("deit_ti16", head="linear", num_classes=2, **TINY)
+    assert (linear.blocks, linear.map_norm, linear.options) == ((3,), new.map_norm, new.options)
+
+
 LINEAR = TINY | CLASSES | {"head": "linear"}
 PLAIN = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
 BACKBONE = TINY | {"num_classes": 0}

@@ -121,6 +121,12 @@ def test_initial_weights_follow_the_seed():
         ("vit_s16", {"attention": "window", "global_blocks": (12,)}, "global_blocks=(12,)"),
         ("vit_s16", {"attention": "window", "global_blocks": (1, 0)}, "global_blocks=(1, 0)"),
         ("vit_s16", {"window_padding": "zeros"}, "window_padding must be"),
+        (
+            "vit_s16",
+            {"window_size": 7},
+            "window_size is read with attention='window', and the model",
+        ),
+        ("vit_s16", WINDOWS | {"dilation": 2}, "dilation is read with attention='neighborhood'"),
         ("vit_s16", WINDOWS | {"window_padding": "qkv", "position": "lpe"}, "window_padding='qkv'"),
         ("vit_s16", WINDOWS | {"window_box": "own", "position": "comrope"}, "window_box='own'"),
         ("dinov2_s14", {"registers": -1}, "registers must be"),

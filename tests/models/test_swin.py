@@ -322,8 +322,11 @@ def test_absolute_embeddings_act_on_the_first_stage_only(name):
 )
 def test_images_are_checked(module, name, options, monkeypatch):
     """`test_vit` tests the check; annotations would refuse such images before it in these tests."""
-    checked = []
-    monkeypatch.setattr(module, "check_images", checked.append)
+
+    def check(images):
+        raise ValueError("checked")
+
+    monkeypatch.setattr(module, "check_images", check)
     make = lambda: rope_jax.create_model(name, **options)(jnp.zeros((1, 64, 64, 3)))
-    jax.eval_shape(make)
-    assert [images.shape for images in checked] == [(1, 64, 64, 3)]
+    with pytest.raises(ValueError, match="checked"):
+        jax.eval_shape(make)

@@ -180,8 +180,11 @@ def test_irpe(prefix):
     q, k, v = normal(3, 2, len(where), HEADS, HEAD_DIM)
     extra_bias = normal(HEADS, len(where), len(where))
 
-    def attend(q, k, v, bias=None):
-        return attention(q, k, v, pattern=Global(), bias=jnp.asarray(extra_bias) + bias)
+    def attend(q, k, v, bias):
+        def attend_example(q, k, v, bias):
+            return attention(q[None], k[None], v[None], pattern=Global(), bias=bias)[0]
+
+        return jax.vmap(attend_example)(q, k, v, jnp.asarray(extra_bias) + bias)
 
     transform = position.terms(grid).layer(1).transform
     got = jax.jit(lambda transform, *qkv: transform(*qkv, attend))(transform, q, k, v)
