@@ -105,8 +105,6 @@ def maps(
     *,
     images: str | None = None,
     resolution: str | None = None,
-    count: Count = 256,
-    batch_size: Count = 32,
     query: tuple[Probability, Probability] | None = None,
 ) -> Results:
     """Attention map of one token on the first image, in each layer (mean over heads).
@@ -116,11 +114,9 @@ def maps(
         stem: path of its pictures, without suffix.
         images: file or folder; default: the test split of the WORKDIR's data
         resolution: pixels: 224, 224x320, or several as in 160,224; default: that of training
-        count: number of images
-        batch_size: images in a step
         query: y,x of the query; default: the class token, or the centre
     """
-    pixels, batch = next(image_batches(loaded, images, resolution, count, batch_size))
+    pixels, batch = next(image_batches(loaded, images, resolution, 1, 1))
     layers = attention_maps(loaded.at(batch.shape[1:3]), batch[:1], query=query)
     shown = _by_layer(heads[0].mean(0) for heads in layers)
     (position, _), *_ = loaded.model.positions(loaded.image_size)

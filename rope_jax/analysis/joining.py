@@ -158,9 +158,12 @@ def trend(values: Sequence[float]) -> float:
     """Spearman's rank correlation with the layer's number: 1 if values grow with the depth.
 
     Positions go from local to global if it is above 0 for their `reach`, and the last layer's is
-    above the first one's.
+    above the first one's. It is 0 if all values are equal.
     """
-    ranks = np.argsort(np.argsort(values))
+    column = np.asarray(values)[:, None]
+    ranks = ((column > values).sum(1) + (column >= values).sum(1)) / 2  # equal values share one
+    if len({*ranks}) < 2:
+        return 0.0
     return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1])
 
 

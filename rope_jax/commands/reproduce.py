@@ -26,22 +26,27 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import pathlib
 import shlex
 import sys
 import threading
 import time
+from collections.abc import Collection, Sequence
 from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from typing import Annotated, Any
+
+import jax
 
 from rope_jax.analysis.runs import read_runs
 from rope_jax.commands import evaluate, train
 from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.commands.exits import exit_at_once, exit_statuses
 from rope_jax.config import ConfigError, in_one_line
-from rope_jax.data.workers import end_with_parent
+from rope_jax.data.workers import DeadWorker, end_with_parent
 from rope_jax.names import plugins
-from rope_jax.names.notation import items
+from rope_jax.names.notation import Call, items, parse
 from rope_jax.names.options import Count, Probability, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import ARTIFACTS, DECLARED, find_artifacts, result, sides_by_model
@@ -51,18 +56,25 @@ from rope_jax.papers.lab import IMAGENET_SETS, Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate, total_hours
 from rope_jax.papers.tables import Table
+from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
 from rope_jax.system.cores import cores
 from rope_jax.system.files import read_json, write_file
 from rope_jax.system.sharding import start_devices
 from rope_jax.training.checkpoint import NonFinite
+from rope_jax.training.signals import Interrupted
 from rope_jax_kernels import device
 
 SCALES = ("smoke", "small", "released", "full")
 SETS = ("images", "imagenet", *IMAGENET_SETS, "coco", "ade20k", "cifar10", "cifar100")
 VERSION = importlib.metadata.version("rope_jax")
 _LATE = "the time of --minutes is over"
+# Of one run; the others go on.
+_FAILURES = (
+    *(ConfigError, NonFinite, DeadWorker, ValueError, OSError),
+    *(MemoryError, jax.errors.JaxRuntimeError),
+)
 
 
 def command() -> None:
@@ -117,10 +129,10 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
 def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
     with parser.one_line_errors(extra="plot"):
         artifacts = find_artifacts(args.ids or ["all"])
-        lab = _lab(args)
+        lab = unpack(_lab(args))  # before runs, whose folders have names by their images
         if lab.only:
             artifacts = _only(artifacts, lab)
-        if not args.ids:
+        if not (args.ids or args.plan):
             print(format_table(*_list(artifacts, lab)))
             return
         if lab.needs_data and not (args.plan and lab.scale == "full"):
@@ -130,13 +142,13 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             }
             raise ConfigError(f"--scale={lab.scale} needs --data: {images[lab.scale]}")
         if args.plan:
-            _print_plan(artifacts, unpack(lab))
+            _print_plan(artifacts, lab)
             return
         _check_version(args.workdir)
-    with exit_statuses(str(args.workdir), distributed=False):
-        _start(lab.scale)
         args.workdir.mkdir(parents=True, exist_ok=True)
-        lab = unpack(lab)  # before runs, whose folders have names by their images
+    printed = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+    with exit_statuses(str(args.workdir), distributed=False), printed:
+        _start(lab.scale)
         minutes = args.minutes or math.inf
         failed = _train_missing(artifacts, lab, time.monotonic() + 60 * minutes)
         for artifact in artifacts:
@@ -144,12 +156,37 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             _add_result(artifact.id, result(artifact, lab, args.workdir), lab)
         results = read_json(args.workdir / "results.json")
         write_pages(results, args.workdir, DECLARED)
-        if args.json:
-            print(json.dumps(results))
         print(f"results: {args.workdir / 'results.json'}\npages: {args.workdir / 'index.html'}")
+    if args.json:
+        print(json.dumps(results))
     if failed:
-        print(f"not complete: {failed[-1]}; run the same command again to continue")
+        end = f"not complete: {failed[-1]}; run the same command again to continue"
+        print(end, file=sys.stderr if args.json else None)
         sys.exit(0 if failed == [_LATE] else 1)
+
+
+def _check(args: argparse.Namespace, data: Collection[str]) -> None:
+    """Rejects options that another scale or the user's runs leave without effect.
+
+    Args:
+        args: of the command.
+        data: names of the sets of --data.
+    """
+    own, scale = args.runs is not None, args.scale
+    if own and not items(args.runs):
+        raise ConfigError("--runs= names no workdir: name those of your runs, or leave it out")
+    for option, reader in (("epochs", "small"), ("limit", "released")):
+        if getattr(args, option) is not None and (own or scale != reader):
+            where = "--runs" if own else f"--scale={scale}"
+            raise ConfigError(f"--{option} is of --scale={reader}, not of {where}: leave it out")
+    if args.seeds is not None and (own or scale == "released"):
+        raise ConfigError("--seeds are those of runs that are trained here: leave it out")
+    read = {"smoke": (), "small": ("images",)}.get(scale, SETS[1:])
+    if unread := sorted(set(data).difference(read)):
+        hint = (
+            "it trains on digits and scenes" if scale == "smoke" else "name an .npz file or folder"
+        )
+        raise ConfigError(f"--data: --scale={scale} does not read {unread[0]}; {hint}")
 
 
 def _lab(args: argparse.Namespace) -> Lab:
@@ -160,6 +197,7 @@ def _lab(args: argparse.Namespace) -> Lab:
             raise ConfigError(f"--data={word}: {name} is not a set; {closest(name, SETS)}")
         default = "images" if args.scale in ("smoke", "small") else "imagenet"
         data |= {name: path} if equals else {default: word}
+    _check(args, data)
     missing = [path for path in data.values() if not pathlib.Path(path).exists()]
     if missing:
         raise ConfigError(f"--data={missing[0]} does not exist: name a file or folder of images")
@@ -169,13 +207,17 @@ def _lab(args: argparse.Namespace) -> Lab:
         sets = dict.fromkeys(run.rows[0]["dataset"] for run in given)
         if len(sets) > 1:
             raise ConfigError(f"--runs were tested on {' and '.join(sets)}: name runs of one set")
+    needed = plugins.find_needed(args.schemes or "")
+    schemes = tuple(items(args.schemes)) if args.schemes else ()
+    for text in schemes:
+        _check_names(parse(text, "--schemes"))
     return Lab(
         scale=args.scale,
         workdir=args.workdir,
         data=data,
         seeds=args.seeds,
         sizes=sides_by_model(),
-        schemes=tuple(items(args.schemes)) if args.schemes else (),
+        schemes=schemes,
         weights_dir=args.weights_dir,
         given=given,
         count=args.count,
@@ -183,8 +225,16 @@ def _lab(args: argparse.Namespace) -> Lab:
         tokens=tuple(args.token),
         limit=args.limit,
         only=tuple(items(args.only)) if args.only else (),
-        plugins=plugins.find_needed(args.schemes or ""),
+        plugins=needed,
     )
+
+
+def _check_names(calls: Sequence[Call]) -> None:
+    """Raises ValueError for names that are not of schemes."""
+    for call in calls:
+        SCHEMES[call.name]  # raises it
+        for inner in call.inner:
+            _check_names(inner)
 
 
 def _only(artifacts: list[Artifact], lab: Lab) -> list[Artifact]:
@@ -274,12 +324,16 @@ def _train_missing(artifacts: list[Artifact], lab: Lab, end: float) -> list[str]
     with futures.ProcessPoolExecutor(count, context, _start_worker, (lab.scale,)) as pool:
         try:
             for _, stage in itertools.groupby(jobs, key=lambda job: job.stage):
-                running = {pool.submit(_run, job): job for job in stage}
+                running = {pool.submit(_run_or_end, job): job for job in stage}
                 left = None if end == math.inf else max(0.0, end - time.monotonic())
                 for future in futures.as_completed(running, left):
                     report(running[future], future.result())
         except TimeoutError:
             failed.append(_LATE)
+        except BrokenProcessPool:
+            failed.append(
+                "the process of a run was killed, perhaps because it took too much memory"
+            )
         finally:  # runs in progress end, or stop at a signal
             pool.shutdown(cancel_futures=True)
     return failed
@@ -298,6 +352,14 @@ def _start(scale: str) -> None:
     start_devices()
 
 
+def _run_or_end(job: Job) -> str | None:
+    """`_run` in a process of the pool, which ends at a signal and takes no other run."""
+    try:
+        return _run(job)
+    except Interrupted:
+        os._exit(1)
+
+
 def _run(job: Job) -> str | None:
     """Runs a command in this process, and returns why it failed.
 
@@ -313,7 +375,7 @@ def _run(job: Job) -> str | None:
                 run.train(config, args.workdir)
         except SystemExit as error:  # its line is printed
             return f"status {error.code}" if error.code else None
-        except (ConfigError, NonFinite, ValueError, OSError) as error:
+        except _FAILURES as error:
             return in_one_line(error)
     return None
 
@@ -322,8 +384,9 @@ def _add_result(name: str, entry: dict[str, Any], lab: Lab) -> None:
     """Adds an artifact to results.json."""
     path, scale = lab.workdir / "results.json", "runs" if lab.given else lab.scale
     head = {"scale": scale, "data": dict(lab.data), "version": VERSION}
+    head |= {"epochs": lab.epochs, "limit": lab.limit}
     stored = read_json(path) if path.exists() else {}
-    if not head.items() <= stored.items():  # of another scale or other images
+    if not head.items() <= stored.items():  # of another scale, length or other images
         stored = head | {"artifacts": {}}
     if lab.only and name in stored["artifacts"]:  # the other rows stay
         for part, key in (("cells", "key"), ("claims", "claim")):

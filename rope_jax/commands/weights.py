@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("pattern", nargs="?", default="*", help="of names of models, with *, ? and [...]")
     add("--position", help="of the models")
-    add("--paper", help="those that serve rows of its tables: heo, thesis")
+    add("--paper", choices=("heo", "thesis"), help="those that serve rows of its tables")
     asked = parser.parse_args(arguments)
     with parser.one_line_errors():
         listed = list_weights(asked.pattern, position=asked.position, paper=asked.paper)

@@ -34,12 +34,11 @@ def _frequencies(rotation: Rotation) -> np.ndarray:
 
 def _ladders(schemes: Sequence[str], width: int) -> dict[str, np.ndarray]:
     """The frequencies of each rotary scheme that are not zero, of all heads, the stronger axis."""
-    rotations = {name: _rotation(name, HEADS, width // HEADS) for name in schemes}
-    ladders = {
-        name: np.abs(_frequencies(rotation)).max(1).ravel()
-        for name, rotation in rotations.items()
-        if rotation is not None
-    }
+    ladders = {}
+    for name in schemes:
+        with contextlib.suppress(ValueError):  # heads of this width cannot have it
+            if (rotation := _rotation(name, HEADS, width // HEADS)) is not None:
+                ladders[name] = np.abs(_frequencies(rotation)).max(1).ravel()
     return {name: ladder[ladder > 0] for name, ladder in ladders.items()}
 
 

@@ -14,6 +14,8 @@ from rope_jax.analysis.attention import attention_statistics
 from rope_jax.analysis.correlation import position_correlation, stage_positions
 from rope_jax.analysis.joining import measure_batches, position_measures, trend
 from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
+from rope_jax.config import ConfigError
+from rope_jax.evaluate.results import main_score
 from rope_jax.papers.claims import Verdict, judge
 from rope_jax.papers.kinds import (
     Artifact,
@@ -63,15 +65,36 @@ class Lines(Artifact):
     ) -> list[pathlib.Path]:
         """Draws numbers over layers: a panel for each text of `panel`, a line for each scheme."""
         panels: dict[str, dict[str, dict[int, float]]] = {}
+        label = line_labels([each["key"] for each in cells])
         for each in cells:
             key, ours = each["key"], each["ours"]
             lines = panels.setdefault(panel(key), {})
-            points = lines.setdefault(key["position"], {})
+            points = lines.setdefault(label(key), {})
             if ours is not None:
                 points[key["layer"]] = ours["mean"]
         title = f"{self.title}\n{lab_words(lab)}"
         plots.curves_by_panel(panels, {}, path, title=title, x="layer", y=y)
         return [path]
+
+
+def run_key(run: Run) -> Key:
+    """What the keys of a run's cells name it by."""
+    name = {"model": run.model, "position": run.position, "options": run.options}
+    return {key: value for key, value in name.items() if value}
+
+
+def line_labels(keys: Sequence[Key]) -> Callable[[Key], str]:
+    """Names the lines of runs by position, and by model and options where several have it."""
+    names = {tuple(map(key.get, ("model", "position", "options"))) for key in keys}
+    models = {model for model, _, _ in names}
+    schemes = [(model, position) for model, position, _ in names]
+
+    def label(key: Key) -> str:
+        several = schemes.count((key["model"], key["position"])) > 1
+        parts = (len(models) > 1 and key["model"], key["position"], several and key.get("options"))
+        return ", ".join(filter(None, parts))
+
+    return label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +116,11 @@ class Curves(Lines):
 
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
+        if lab.given is not None and (score := main_score(lab.given[0].rows[0])) != "top1":
+            raise ConfigError(
+                f"--runs: {self.id} shows top-1 accuracy, and {lab.given[0].workdir} was scored by "
+                f"{score}: name runs of classifiers"
+            )
         for run in self.runs(lab):
             data = {"dataset": run.data if lab.given is None else given_dataset(lab)}
             name = {"model": run.model, "position": run.position, "options": run.options}
@@ -100,13 +128,15 @@ class Curves(Lines):
                 key = data | {"resolution": [side, side], "quantity": "top1"}
                 printed = find_published(**name, **key)
                 ours = lab.measured(lab.scores(run, side))
-                key = {k: v for k, v in name.items() if v} | key | {"quantity": self.quantity}
+                key = run_key(run) | key | {"quantity": self.quantity}
                 shown = [c.value for c in printed if lab.given or c.artifact == "heo/code"]
                 note = explain(lab, run, side, None, ours)
                 made.append(make_cell(key, next(iter(shown), None), ours, note))
         return made
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
+        if not cells:
+            return []
         ours, printed = by_panel(lab, cells, "ours"), by_panel(lab, cells, "published")
         if lab.small_scale and lab.given is None:  # of other images: in panels of their own
             printed = {f"{name}: published, ImageNet-1k": lines for name, lines in printed.items()}
@@ -128,13 +158,14 @@ def by_panel(lab: Lab, cells: Sequence[Cell], name: str) -> dict[str, dict[str, 
     """Model, or what stands in for it -> scheme -> side -> number of cells."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
     apart = lab.small_scale and lab.given is None and name == "ours"
-    models = {(c["key"]["model"], c["key"]["position"], c["key"].get("options")) for c in cells}
-    schemes = [(model, position) for model, position, _ in models]
+    by_model: dict[str, list[Key]] = {}
+    for each in cells:
+        by_model.setdefault(each["key"]["model"], []).append(each["key"])
+    labels = {model: line_labels(keys) for model, keys in by_model.items()}
     for each in cells:
         key, number = each["key"], each[name]
         number = number["mean"] if isinstance(number, dict) else number
-        several = schemes.count((key["model"], key["position"])) > 1
-        label = ", ".join(filter(None, (key["position"], several and key.get("options"))))
+        label = labels[key["model"]](key)
         run, side = Run(key["model"], key["position"]), key["resolution"][0]
         panel = run.model
         if apart:
@@ -159,11 +190,16 @@ class Gains(Curves):
         return [run for run in every if run in bases or run in wanted]
 
     def cells(self, lab: Lab) -> list[Cell]:
+        first = {run.model: run for run in reversed(self.runs(lab))}
         bases: dict[tuple, Cell] = {}  # model and side -> cell of the first scheme
         made = []
         for each in super().cells(lab):
-            base = bases.setdefault((each["key"]["model"], *each["key"]["resolution"]), each)
-            if base is not each and lab.wants(key_names(each["key"])):
+            key = each["key"]
+            place = (key["model"], *key["resolution"])
+            if run_key(first[key["model"]]).items() <= key.items():
+                bases[place] = each
+            elif place in bases and lab.wants(key_names(key)):
+                base = bases[place]
                 numbers = [each["published"], base["published"]]
                 value = None if None in numbers else round(numbers[0] - numbers[1], 3)
                 ours = _difference(each["ours"], base["ours"])
@@ -196,7 +232,7 @@ class Attention(Lines):
 
     def layers(self, lab: Lab, run: Run, side: int | None) -> dict[int, tuple[str, list[float]]]:
         """The statistic of each layer, the mean of its heads, by seed."""
-        size = lab.test_size(run, 224 if side is None else side)
+        size = lab.test_size(run, side)
         count = lab.count or (32 if lab.scale == "smoke" else 256)
 
         def measure(loaded: LoadedModel) -> dict[str, list[float]]:
@@ -213,13 +249,13 @@ class Attention(Lines):
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
         for run in self.runs(lab):
-            for side in self.at:
+            for side in self.at if lab.given is None else given_sides(lab, run):
                 by_seed = self.layers(lab, run, side)
                 depth = min((len(layers) for _, layers in by_seed.values()), default=12)
                 for layer in range(depth):
                     values = {s: (folder, x[layer]) for s, (folder, x) in by_seed.items()}
-                    key = {"model": run.model, "position": run.position, "layer": layer + 1}
-                    key |= {"resolution": [side, side], "quantity": self.quantity}
+                    key = run_key(run) | {"layer": layer + 1, "resolution": [side, side]}
+                    key |= {"quantity": self.quantity}
                     ours = lab.measured(values)
                     note = explain(lab, run, side, None, ours)
                     made.append(make_cell(key, None, ours, note))
@@ -260,13 +296,12 @@ class Maps(Lines):
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
         for run in self.runs(lab):
-            key = {"model": run.model, "position": run.position}
             values, ours = self._values(lab, run), None
             if values:
                 folders = [folder for folder, _ in values.values()]
                 ours = {"mean": None, "interval": None, "seeds": sorted(values), "runs": folders}
             note = "drawn" if values else "not trained yet"
-            made.append(make_cell(key | {"quantity": "map"}, None, ours, note))
+            made.append(make_cell(run_key(run) | {"quantity": "map"}, None, ours, note))
             made += layer_cells(lab, run, self._layers(lab, run))
         return made
 
@@ -303,10 +338,12 @@ class Maps(Lines):
 
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
         shown: dict[str, np.ndarray] = {}
-        rows = 0
-        for run in self.runs(lab):
+        rows, runs = 0, self.runs(lab)
+        label = line_labels([*map(run_key, runs)])
+        for run in runs:
             for _, maps in [*self._values(lab, run).values()][:1]:
-                shown |= {f"{run.position}\n{name}": np.array(x) for name, x in maps.items()}
+                title = label(run_key(run))
+                shown |= {f"{title}\n{name}": np.array(x) for name, x in maps.items()}
                 rows += 1
         if not shown:
             return []
@@ -347,7 +384,7 @@ def layer_cells(
     lab: Lab, run: Run, by_seed: dict[int, tuple[str, dict[str, Sequence[float | None]]]]
 ) -> list[Cell]:
     """The cells of numbers of each layer, by seed and name."""
-    key, made = {"model": run.model, "position": run.position}, []
+    key, made = run_key(run), []
     names = next((values for _, values in by_seed.values()), {})
     for name, first in names.items():
         for layer in range(len(first)):

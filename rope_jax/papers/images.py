@@ -3,24 +3,40 @@
 import dataclasses
 import itertools
 import pathlib
+import zlib
 
 import numpy as np
 
 from rope_jax import data
 from rope_jax.papers.lab import Lab
+from rope_jax.system.npz import open_npz
 
 
 def unpack(lab: Lab) -> Lab:
     """The lab with pixels in place of packed JPEGs, which are decoded once into its workdir."""
-    path = lab.data.get("images", "")
-    if not path.endswith(".npz") or "body" not in np.load(path, allow_pickle=False):
+    path = pathlib.Path(lab.data.get("images", ""))
+    if path.suffix != ".npz":
         return lab
-    pixels = lab.workdir / pathlib.Path(path).name
+    with open_npz(path) as file:
+        names = file.shapes.keys()
+    if not names & {"body", "train_labels"}:
+        raise ValueError(
+            f"{path} holds the arrays {', '.join(sorted(names)) or 'of nothing'}: it must hold "
+            "train_images, train_labels, test_images and test_labels, or packed JPEGs"
+        )
+    if "body" not in names:
+        return lab
+    content = path.stat()
+    version = f"{path.resolve()} {content.st_size} {content.st_mtime_ns}"
+    pixels = lab.workdir / f"images-{zlib.crc32(version.encode()):08x}" / path.name
     if not pixels.exists():
-        lab.workdir.mkdir(parents=True, exist_ok=True)
+        pixels.parent.mkdir(parents=True, exist_ok=True)
         temporary = pixels.with_suffix(".part.npz")
-        np.savez(temporary, **decode_packed(pathlib.Path(path)))
-        temporary.rename(pixels)
+        try:
+            np.savez(temporary, **decode_packed(path))
+            temporary.rename(pixels)
+        finally:
+            temporary.unlink(missing_ok=True)
     return dataclasses.replace(lab, data=dict(lab.data) | {"images": str(pixels)})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rope_jax.analysis.intervals import student, wilson
-from rope_jax.analysis.runs import RunResults, read_runs
+from rope_jax.analysis.runs import RunResults, group_runs, read_runs
 from rope_jax.config import ConfigError, model_overrides
 from rope_jax.config.settings import ModelConfig
 from rope_jax.evaluate import read_evaluations, read_results
@@ -316,6 +316,12 @@ class Lab:
                     f"--runs: {hidden[0].workdir} and {by_seed[seed].workdir} are two runs of "
                     f"{run.model} with {run.position} and seed {seed}: name one of them"
                 )
+            if len(groups := [*group_runs(given).values()]) > 1:
+                raise ConfigError(
+                    f"--runs: {groups[0][0].workdir} and {groups[1][0].workdir} are runs of "
+                    f"{run.model} with {run.position}, but differ in more than their seed (other "
+                    "settings, or another step): name those of one setting"
+                )
             return {x: (result.workdir, _rows_by_rules(result)) for x, result in by_seed.items()}
         if not self.stages(run):
             return {}
@@ -376,9 +382,12 @@ class Lab:
         numbers, interval = [_number(value, score) for _, value in values.values()], None
         mean, half = student(numbers)
         (_, first), *others = values.values()
+        is_fraction = isinstance(first, dict) and main_score(first) in FRACTIONS
         if others:
             interval = [mean - half, mean + half]
-        elif isinstance(first, dict) and main_score(first) in FRACTIONS:
+            if is_fraction:
+                interval = [min(max(bound, 0.0), 100.0) for bound in interval]
+        elif is_fraction:
             interval = [100 * bound for bound in wilson(mean / 100, first["count"])]
         return {
             "mean": mean,

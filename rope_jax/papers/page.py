@@ -78,7 +78,7 @@ def claim_row(claim: Mapping[str, Any]) -> tuple[str, ...]:
     difference = "-"
     if claim["difference"] is not None:
         low, high = claim["interval"]
-        difference = f"{claim['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+        difference = f"{claim['difference']:+.3g} [{low:+.3g}, {high:+.3g}]"
     seeds = ", ".join(map(str, claim["seeds"]))
     return claim["claim"], claim["verdict"] + late, difference, seeds
 

@@ -22,7 +22,7 @@ from rope_jax.papers.kinds import (
     key_names,
     make_cell,
 )
-from rope_jax.papers.lab import Lab, Measured, single
+from rope_jax.papers.lab import IMAGENET_SETS, Lab, Measured, single
 from rope_jax.papers.published import Cell as PublishedCell
 from rope_jax.papers.published import published
 from rope_jax.papers.runs import Run
@@ -60,11 +60,12 @@ class Table(Artifact):
         """The keys of its cells with their published numbers, by their text."""
         cells = [(dict(c.key), c.value) for c in self.printed]
         if lab.given is not None:
-            data = given_dataset(lab)  # "imagenet" has further sets, as "imagenet_v2"
+            data = given_dataset(lab)
+            of_set = (data, *(IMAGENET_SETS if data == "imagenet" else ()))
             cells = [
                 (key, value)
                 for key, value in cells
-                if key.get("dataset", "").startswith(data)
+                if key.get("dataset") in of_set
                 and (run := self.run(key)) is not None
                 and lab.rows(run)
             ]

@@ -172,6 +172,11 @@ def test_batches_of_one_model_are_compiled_once(monkeypatch):
     assert len(starts) == traced > 0
 
 
+def test_equal_values_share_a_rank():
+    assert joining.trend([0.5, 0.5, 0.5, 0.4]) == pytest.approx(-0.7745967)
+    assert [joining.trend(x) for x in ([0.5] * 4, [0.5])] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (1, 5), (4, 1)])
 def test_what_small_maps_do_not_define_is_none(grid):
     rows = np.random.default_rng(0).standard_normal((2, grid[0] * grid[1], 8))

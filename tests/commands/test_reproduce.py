@@ -1,16 +1,23 @@
 """The command `rope_jax reproduce`: results, pages, plans, and wrong input."""
 
+import io
 import json
 import re
 import shutil
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import rope_jax
 from rope_jax.commands import reproduce
 from rope_jax.evaluate.results import write_results
 from rope_jax.papers import published
-from rope_jax.papers.lab import Lab
+from rope_jax.papers.images import unpack
+from rope_jax.papers.lab import Job, Lab
+from rope_jax.training.signals import Interrupted
 from tests.refusals import expect_refusal
 
 SMOKE = "--scale=smoke"
@@ -123,6 +130,46 @@ def test_the_list_has_every_table_and_figure(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2 + 40
 
 
+def test_a_run_that_is_killed_or_stopped_ends_the_command(tmp_path, monkeypatch, capsys):
+    class Pool(futures.Executor):
+        def submit(self, function, job):
+            future = futures.Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(futures, "ProcessPoolExecutor", lambda *_: Pool())
+    monkeypatch.setattr(reproduce, "cores", lambda: 2)
+    with pytest.raises(SystemExit):
+        run(tmp_path, ABLATIONS, SMOKE)
+    assert "not complete: the process of a run was killed" in capsys.readouterr().out
+
+    def stopped(job):
+        raise Interrupted("SIGINT")
+
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(reproduce, "_run", stopped)
+    monkeypatch.setattr(reproduce.os, "_exit", end)
+    with pytest.raises(SystemExit, match="1"):
+        reproduce._run_or_end(Job((), tmp_path))
+
+
+def test_packed_files_of_one_name_are_told_apart(tmp_path):
+    unpacked = []
+    for value in (0, 255):
+        content = io.BytesIO()
+        Image.new("RGB", (4, 4), (value, 0, 0)).save(content, "png")
+        body = np.frombuffer(content.getvalue() * 2, np.uint8)
+        (folder := tmp_path / str(value)).mkdir()
+        packed = {"offsets": np.arange(3) * len(content.getvalue()), "header": body[:0]}
+        np.savez(folder / "set.npz", body=body, labels=[3, 5], split=[0, 1], **packed)
+        lab = unpack(Lab("small", tmp_path, data={"images": str(folder / "set.npz")}))
+        assert unpack(lab) == lab
+        unpacked.append((lab.images, np.load(lab.data["images"])["train_images"].max()))
+    assert unpacked == [("set", 0), ("set", 255)]
+
+
 def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
     (source,) = (ablation[0] / "smoke").iterdir()
     for name in "ab":
@@ -131,6 +178,8 @@ def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
         write_results(tmp_path / name, 1, [row])
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "results.json").write_text('{"version": "0.0.1", "artifacts": {}}')
+    (tmp_path / "garbage.npz").write_bytes(b"garbage")
+    np.savez(tmp_path / "other.npz", x=[1])
     for words, message in (
         (["heo/figure_44", SMOKE], "heo/figure_4"),
         (["heo/figure_4", SMOKE, "--only=rope_mixe"], "rope_mixed"),
@@ -138,6 +187,21 @@ def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
         (["heo/figure_4", "--data=missing.npz"], r"missing\.npz"),
         (["heo/figure_4", f"--runs={tmp_path / 'a'},{tmp_path / 'b'}"], "a and b"),
         (["cat/table_2", SMOKE, f"--workdir={tmp_path / 'old'}"], r"0\.0\.1"),
+        (["thesis/figure_3.1", "--schemes=lape(axail_rope)"], "axial_rope"),
+        (["cat/figure_decay", f"--data={tmp_path / 'garbage.npz'}"], "is not an .npz file"),
+        (["cat/figure_decay", f"--data={tmp_path / 'other.npz'}"], "it must hold train_images"),
+        (["heo/figure_4", SMOKE, f"--data={tmp_path}"], "smoke does not read images"),
+        (["heo/figure_4", f"--data=imagenet={tmp_path}"], "small does not read imagenet"),
+        (["heo/figure_4", SMOKE, "--epochs=2"], "--epochs is of --scale=small, not of --scale=sm"),
+        (
+            ["heo/figure_4", f"--runs={tmp_path / 'a'}", "--limit=2"],
+            "--limit is of .* not of --runs",
+        ),
+        (["heo/figure_4", "--runs="], "names no workdir"),
+        (
+            ["heo", "--scale=released", f"--data={tmp_path}", "--seeds=2"],
+            "--seeds are those of runs",
+        ),
     ):
         with expect_refusal(capsys, message):
             reproduce.main([f"--workdir={tmp_path}", *words])

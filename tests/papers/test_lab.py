@@ -11,6 +11,7 @@ from rope_jax.config import ConfigError
 from rope_jax.evaluate.results import write_results
 from rope_jax.papers import lab as lab_module
 from rope_jax.papers.declared import ARTIFACTS
+from rope_jax.papers.figures import line_labels
 from rope_jax.papers.lab import Lab
 from rope_jax.papers.runs import Run
 from rope_jax.runs.loading import LoadedModel
@@ -55,6 +56,30 @@ def test_two_runs_of_a_seed_are_refused(tmp_path):
         Lab("small", tmp_path, given=runs).rows(RUN)
 
 
+def test_runs_of_other_settings_are_no_seeds_of_a_run(tmp_path):
+    runs = (given(tmp_path / "a"), given(tmp_path / "b", seed=1, epochs=7))
+    with pytest.raises(ConfigError, match=r"a and .*b are runs of .* differ in more than their s"):
+        Lab("small", tmp_path, given=runs).rows(RUN)
+
+
+def test_intervals_of_accuracies_end_at_100_percent(tmp_path):
+    row = {"top1": 0.97, "count": 10}
+    measured = Lab("small", tmp_path).measured({0: ("a", row), 1: ("b", row | {"top1": 0.99})})
+    assert (round(measured["mean"], 6), measured["interval"][1]) == (98.0, 100.0)
+
+
+def test_cells_of_a_data_set_are_not_those_of_one_with_a_longer_name(tmp_path):
+    table = dataclasses.replace(ARTIFACTS["lape/table_I"].scores, paper="lape")
+    printed = [cell.key for cell in table.printed if cell.key["dataset"] == "cifar10"]
+    run = table.run(printed[0])
+    own = given(
+        tmp_path, position=run.position, model={"name": run.model, "position": run.position}
+    )
+    own = dataclasses.replace(own, rows=[own.rows[0] | {"dataset": "cifar10"}])
+    keys = table.keys(Lab("small", tmp_path, given=(own,))).values()
+    assert {key["dataset"] for key, _ in keys} == {"cifar10"}
+
+
 def test_models_are_measured_by_seed_and_again_after_training(tmp_path, monkeypatch):
     monkeypatch.setattr(
         lab_module,
@@ -74,6 +99,32 @@ def test_models_are_measured_by_seed_and_again_after_training(tmp_path, monkeypa
             3: 3 * factor,
             4: 4 * factor,
         }
+
+
+def test_gains_are_over_the_first_scheme_where_it_was_tested(tmp_path):
+    runs = [given(tmp_path / x, position=x) for x in ("ape", "rope2d", "rope_mixed")]
+    larger = [runs[0].rows[0] | {"resolution": [384, 384]}]
+    runs = (runs[0], *(dataclasses.replace(x, rows=[*x.rows, *larger]) for x in runs[1:]))
+    cells = ARTIFACTS["heo/figure_6"].cells(Lab("small", tmp_path, given=runs))
+    assert [(cell["key"]["position"], cell["key"]["resolution"][0]) for cell in cells] == [
+        ("rope2d", 224),
+        ("rope_mixed", 224),
+    ]
+
+
+def test_figures_of_accuracy_refuse_runs_of_other_tasks(tmp_path):
+    run = given(tmp_path)
+    row = {name: x for name, x in run.rows[0].items() if name != "top1"} | {"miou": 0.4}
+    lab = Lab("small", tmp_path, given=(dataclasses.replace(run, rows=[row]),))
+    with pytest.raises(ConfigError, match=r"figure_4 shows top-1 accuracy, and .* scored by miou"):
+        ARTIFACTS["heo/figure_4"].cells(lab)
+
+
+def test_lines_are_named_by_what_differs():
+    keys = [{"model": "a", "position": "ape"}, {"model": "a", "position": "rpb", "options": "x=1"}]
+    assert [*map(line_labels(keys), keys)] == ["ape", "rpb"]
+    keys += [{"model": "a", "position": "rpb", "options": "x=2"}, {"model": "b", "position": "ape"}]
+    assert [*map(line_labels(keys), keys)] == ["a, ape", "a, rpb, x=1", "a, rpb, x=2", "b, ape"]
 
 
 def test_gains_are_over_the_first_scheme_whichever_rows_are_made(tmp_path):

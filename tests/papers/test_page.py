@@ -39,5 +39,5 @@ def test_settings_that_differ_are_bold():
 def test_claims_show_their_interval():
     claim = {"claim": "a above b", "verdict": "shown", "difference": 1.25, "interval": [0.5, 2.0]}
     claim |= {"seeds": [0, 1, 2], "after_the_fact": True}
-    row = ("a above b", "shown (after the fact)", "+1.2 [+0.5, +2.0]", "0, 1, 2")
+    row = ("a above b", "shown (after the fact)", "+1.25 [+0.5, +2]", "0, 1, 2")
     assert page.claim_row(claim) == row
