@@ -201,3 +201,9 @@ def test_resize_matches_pillows_bicubic():
     for size in ((12, 10), (6, 5), (24, 31), (1, 1)):
         expected = Image.fromarray(images[1]).resize(size[::-1], Image.Resampling.BICUBIC)
         np.testing.assert_array_equal(resize(images, size)[1], np.asarray(expected))
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_resize_refuses_a_single_image():
+    with pytest.raises(ValueError, match=r"they must be uint8 \[n, H, W, 3\]: a single one is"):
+        resize(random_images(3, 12, 10, 3)[0], (8, 8))

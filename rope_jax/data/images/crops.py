@@ -228,9 +228,14 @@ def resize(
         uint8 [n, h, w, 3]; `images` itself if it has that size already.
 
     Raises:
-        ValueError: for a size below 1.
+        ValueError: for a size below 1, or images of another shape or dtype.
     """
     size = image_pair(size)
+    if images.ndim != 4 or images.dtype != np.uint8:
+        raise ValueError(
+            f"images have shape {images.shape} and dtype {images.dtype}; they must be uint8 "
+            "[n, H, W, 3]: a single one is image[None]"
+        )
     if images.shape[1:3] == size:
         return images
     return np.stack([crop_pixels(image, stretch, size) for image in images])
