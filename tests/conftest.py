@@ -210,3 +210,11 @@ def x64():
     """float64 arrays during one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def unchecked_annotations():
+    """Disables the checks of annotations, which precede the functions' own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,6 +1,5 @@
 """Fixtures that the tests of all kernels use."""
 
-import jaxtyping
 import pytest
 
 
@@ -26,11 +25,3 @@ def kernel(request, interpreted):
 def a_kernel(request, interpreted):
     """A kernel for properties of the surrounding operation; mosaic is slow."""
     return request.param
-
-
-@pytest.fixture
-def unchecked_annotations():
-    """Disables the checks of annotations, which precede the functions' own errors."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
