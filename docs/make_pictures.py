@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmarks._runner import Result
+from benchmarks.evidence import SEEDS
 from docs.results import ROOT, newest, read_results
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import Size
@@ -40,10 +41,14 @@ Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds,
 
 
 def draw_by_scheme(figure: Figure, result: Result, schemes: Sequence[str] = CURVES) -> None:
-    """Plots the score over resolution, with a curve per scheme of a ViT."""
+    """Plots the score over resolution, with a curve per scheme of a ViT.
+
+    As in the tables, seeds that test a claim again are left out.
+    """
     measured: Curves = {scheme: {} for scheme in schemes}
     for run in result["runs"]:
-        if run.get("backbone", "vit") == "vit" and run["position"] in measured:
+        is_vit, is_first = run.get("backbone", "vit") == "vit", run["seed"] < SEEDS
+        if is_vit and is_first and run["position"] in measured:
             for row in run["eval"]:
                 scores = measured[run["position"]].setdefault(tuple(row["resolution"]), [])
                 scores.append(100 * row[main_score(row)])

@@ -1,3 +1,5 @@
+from matplotlib.figure import Figure
+
 from docs import make_pictures as pictures
 from docs.results import read_results
 
@@ -14,3 +16,12 @@ def test_outdated_pictures_are_redrawn(tmp_path, monkeypatch):
     assert pictures.stale(results) == []
     shorter = [result | {"runs": result.get("runs", [])[:-1]} for result in results]
     assert len(pictures.stale(shorter)) == len(pictures.PICTURES)
+
+
+def test_seeds_that_test_a_claim_again_are_left_out(monkeypatch):
+    plotted = []
+    monkeypatch.setattr(pictures, "plot", lambda _, curves: plotted.append(curves))
+    rows = {seed: [{"resolution": [8, 8], "top1": seed / 10, "count": 9}] for seed in (4, 5)}
+    runs = [{"position": "ape", "seed": seed, "eval": row} for seed, row in rows.items()]
+    pictures.draw_by_scheme(Figure(), {"runs": runs})
+    assert plotted == [{"ape": {(8, 8): [40.0]}}]
