@@ -2,7 +2,6 @@
 `explain`.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import dispatch
 from rope_jax_kernels.tuning.choices import choose
-from rope_jax_kernels.tuning.record import note
+from rope_jax_kernels.tuning.record import note, split_arrays
 
 
 def call(
@@ -110,7 +109,9 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
         ) from error
     bound.apply_defaults()
     arguments = {x: y for x, y in bound.arguments.items() if x != "implementation"}
-    jax.eval_shape(functools.partial(op, **arguments, implementation="xla"))  # raises its errors
+    arrays, put = split_arrays(arguments)
+    shapes = {name: x for name, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    jax.eval_shape(lambda shapes: op(**put(shapes), implementation="xla"), shapes)  # its errors
     return {
         implementation: dispatch.refusal(name, implementation, arguments) or "ok"
         for implementation in dispatch.IMPLEMENTATIONS[name]

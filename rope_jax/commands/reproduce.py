@@ -50,7 +50,7 @@ from rope_jax.names.notation import Call, items, parse
 from rope_jax.names.options import Count, Probability, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import ARTIFACTS, DECLARED, find_artifacts, result, sides_by_model
-from rope_jax.papers.images import unpack
+from rope_jax.papers.images import is_packed, unpack
 from rope_jax.papers.kinds import Artifact, key_names
 from rope_jax.papers.lab import IMAGENET_SETS, Job, Lab
 from rope_jax.papers.page import progress, write_pages
@@ -72,8 +72,13 @@ VERSION = importlib.metadata.version("rope_jax")
 _LATE = "the time of --minutes is over"
 # Of one run; the others go on.
 _FAILURES = (
-    *(ConfigError, NonFinite, DeadWorker, ValueError, OSError),
-    *(MemoryError, jax.errors.JaxRuntimeError),
+    ConfigError,
+    DeadWorker,
+    MemoryError,
+    NonFinite,
+    OSError,
+    ValueError,
+    jax.errors.JaxRuntimeError,
 )
 
 
@@ -129,7 +134,7 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
 def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
     with parser.one_line_errors(extra="plot"):
         artifacts = find_artifacts(args.ids or ["all"])
-        lab = unpack(_lab(args))  # before runs, whose folders have names by their images
+        lab = _lab(args)
         if lab.only:
             artifacts = _only(artifacts, lab)
         if not (args.ids or args.plan):
@@ -142,10 +147,12 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
             }
             raise ConfigError(f"--scale={lab.scale} needs --data: {images[lab.scale]}")
         if args.plan:
-            _print_plan(artifacts, lab)
+            _print_plan(artifacts, unpack(lab))
             return
         _check_version(args.workdir)
         args.workdir.mkdir(parents=True, exist_ok=True)
+        lab = unpack(lab)  # before runs, whose folders have names by their images
+    failed, results = [], None
     printed = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with exit_statuses(str(args.workdir), distributed=False), printed:
         _start(lab.scale)
@@ -157,7 +164,7 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
         results = read_json(args.workdir / "results.json")
         write_pages(results, args.workdir, DECLARED)
         print(f"results: {args.workdir / 'results.json'}\npages: {args.workdir / 'index.html'}")
-    if args.json:
+    if args.json and results is not None:
         print(json.dumps(results))
     if failed:
         end = f"not complete: {failed[-1]}; run the same command again to continue"
@@ -177,16 +184,18 @@ def _check(args: argparse.Namespace, data: Collection[str]) -> None:
         raise ConfigError("--runs= names no workdir: name those of your runs, or leave it out")
     for option, reader in (("epochs", "small"), ("limit", "released")):
         if getattr(args, option) is not None and (own or scale != reader):
-            where = "--runs" if own else f"--scale={scale}"
-            raise ConfigError(f"--{option} is of --scale={reader}, not of {where}: leave it out")
+            raise ConfigError(f"--{option} applies only to runs of --scale={reader}: leave it out")
     if args.seeds is not None and (own or scale == "released"):
-        raise ConfigError("--seeds are those of runs that are trained here: leave it out")
-    read = {"smoke": (), "small": ("images",)}.get(scale, SETS[1:])
-    if unread := sorted(set(data).difference(read)):
-        hint = (
-            "it trains on digits and scenes" if scale == "smoke" else "name an .npz file or folder"
+        other = "--runs" if own else "--scale=released"
+        raise ConfigError(f"--seeds cannot be combined with {other}, which trains nothing")
+    if scale == "smoke" and data:
+        raise ConfigError("--data cannot be combined with --scale=smoke: leave it out")
+    unread = {*data} - {"images"} if scale == "small" else {*data} & {"images"}
+    if unread:
+        advice = "PATH, without a name" if scale == "small" else "imagenet=PATH"
+        raise ConfigError(
+            f"--scale={scale} does not read --data={unread.pop()}=: use --data={advice}"
         )
-        raise ConfigError(f"--data: --scale={scale} does not read {unread[0]}; {hint}")
 
 
 def _lab(args: argparse.Namespace) -> Lab:
@@ -201,6 +210,7 @@ def _lab(args: argparse.Namespace) -> Lab:
     missing = [path for path in data.values() if not pathlib.Path(path).exists()]
     if missing:
         raise ConfigError(f"--data={missing[0]} does not exist: name a file or folder of images")
+    is_packed(data.get("images", ""))  # refuses other files
     given = None
     if args.runs:
         given = tuple(r for folder in items(args.runs) for r in read_runs(pathlib.Path(folder)))

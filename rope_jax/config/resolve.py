@@ -335,17 +335,6 @@ def _check_combinations(config: Config) -> None:
             "cooldown to 0, or use cosine or poly",
         ),
         (
-            optim.milestones and optim.schedule != "step",
-            f"--config.optim.milestones={optim.milestones} cannot be combined with "
-            f"--config.optim.schedule={optim.schedule}, which has none: leave them "
-            "out, or use step",
-        ),
-        (
-            optim.backbone_rate != 1 and config.model.head is None,
-            f"--config.optim.backbone_rate={optim.backbone_rate} is for a backbone below a "
-            "--config.model.head: leave it out, or use --config.optim.layer_decay",
-        ),
-        (
             config.loss == "binary" and config.label_smoothing,
             f"--config.label_smoothing={config.label_smoothing} cannot be combined with "
             "--config.loss=binary, whose targets are 0 or 1: set the smoothing to 0, or use "

@@ -14,7 +14,6 @@ from rope_jax.analysis.attention import attention_statistics
 from rope_jax.analysis.correlation import position_correlation, stage_positions
 from rope_jax.analysis.joining import measure_batches, position_measures, trend
 from rope_jax.analysis.rotation import fourier_reconstruction, frequencies
-from rope_jax.config import ConfigError
 from rope_jax.evaluate.results import main_score
 from rope_jax.papers.claims import Verdict, judge
 from rope_jax.papers.kinds import (
@@ -35,6 +34,7 @@ from rope_jax.papers.runs import Run
 from rope_jax.positions.grids import Grid
 from rope_jax.runs.loading import LoadedModel
 
+_RUN = ("model", "position", "options")  # what cells name a run by
 Tokens = Sequence[tuple[float, float]]  # places (y, x) on a map, as shares of its sides
 
 
@@ -65,11 +65,14 @@ class Lines(Artifact):
     ) -> list[pathlib.Path]:
         """Draws numbers over layers: a panel for each text of `panel`, a line for each scheme."""
         panels: dict[str, dict[str, dict[int, float]]] = {}
-        label = line_labels([each["key"] for each in cells])
+        keys: dict[str, list[Key]] = {}
+        for each in cells:
+            keys.setdefault(panel(each["key"]), []).append(each["key"])
+        labels = {name: line_labels(of_panel) for name, of_panel in keys.items()}
         for each in cells:
             key, ours = each["key"], each["ours"]
-            lines = panels.setdefault(panel(key), {})
-            points = lines.setdefault(label(key), {})
+            lines = panels.setdefault(name := panel(key), {})
+            points = lines.setdefault(labels[name](key), {})
             if ours is not None:
                 points[key["layer"]] = ours["mean"]
         title = f"{self.title}\n{lab_words(lab)}"
@@ -79,13 +82,12 @@ class Lines(Artifact):
 
 def run_key(run: Run) -> Key:
     """What the keys of a run's cells name it by."""
-    name = {"model": run.model, "position": run.position, "options": run.options}
-    return {key: value for key, value in name.items() if value}
+    return {name: value for name in _RUN if (value := getattr(run, name))}
 
 
 def line_labels(keys: Sequence[Key]) -> Callable[[Key], str]:
     """Names the lines of runs by position, and by model and options where several have it."""
-    names = {tuple(map(key.get, ("model", "position", "options"))) for key in keys}
+    names = {tuple(map(key.get, _RUN)) for key in keys}
     models = {model for model, _, _ in names}
     schemes = [(model, position) for model, position, _ in names]
 
@@ -116,11 +118,8 @@ class Curves(Lines):
 
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
-        if lab.given is not None and (score := main_score(lab.given[0].rows[0])) != "top1":
-            raise ConfigError(
-                f"--runs: {self.id} shows top-1 accuracy, and {lab.given[0].workdir} was scored by "
-                f"{score}: name runs of classifiers"
-            )
+        if lab.given is not None and main_score(lab.given[0].rows[0]) != "top1":
+            return []  # of segmentation or detection
         for run in self.runs(lab):
             data = {"dataset": run.data if lab.given is None else given_dataset(lab)}
             name = {"model": run.model, "position": run.position, "options": run.options}
@@ -190,13 +189,13 @@ class Gains(Curves):
         return [run for run in every if run in bases or run in wanted]
 
     def cells(self, lab: Lab) -> list[Cell]:
-        first = {run.model: run for run in reversed(self.runs(lab))}
+        first = {run.model: run_key(run) for run in reversed(self.runs(lab))}
         bases: dict[tuple, Cell] = {}  # model and side -> cell of the first scheme
         made = []
         for each in super().cells(lab):
             key = each["key"]
-            place = (key["model"], *key["resolution"])
-            if run_key(first[key["model"]]).items() <= key.items():
+            place, base_key = (key["model"], *key["resolution"]), first[key["model"]]
+            if base_key == {name: key[name] for name in _RUN if name in key}:
                 bases[place] = each
             elif place in bases and lab.wants(key_names(key)):
                 base = bases[place]
@@ -232,7 +231,7 @@ class Attention(Lines):
 
     def layers(self, lab: Lab, run: Run, side: int | None) -> dict[int, tuple[str, list[float]]]:
         """The statistic of each layer, the mean of its heads, by seed."""
-        size = lab.test_size(run, side)
+        size = lab.test_size(run, 224 if side is None else side)
         count = lab.count or (32 if lab.scale == "smoke" else 256)
 
         def measure(loaded: LoadedModel) -> dict[str, list[float]]:
@@ -249,7 +248,7 @@ class Attention(Lines):
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
         for run in self.runs(lab):
-            for side in self.at if lab.given is None else given_sides(lab, run):
+            for side in self.at:
                 by_seed = self.layers(lab, run, side)
                 depth = min((len(layers) for _, layers in by_seed.values()), default=12)
                 for layer in range(depth):

@@ -12,19 +12,29 @@ from rope_jax.papers.lab import Lab
 from rope_jax.system.npz import open_npz
 
 
+def is_packed(path: str) -> bool:
+    """Checks if a path is that of an .npz file of packed JPEGs.
+
+    Raises:
+        ValueError: the file does not hold images.
+        OSError: it cannot be read.
+    """
+    if not path.endswith(".npz"):
+        return False
+    with open_npz(path) as file:
+        names = file.shapes.keys()
+    if not names & {"body", "train_images"}:
+        raise ValueError(
+            f"{path} holds {', '.join(sorted(names)) or 'no arrays'}: it must hold train_images, "
+            "train_labels, test_images and test_labels, or packed JPEGs"
+        )
+    return "body" in names
+
+
 def unpack(lab: Lab) -> Lab:
     """The lab with pixels in place of packed JPEGs, which are decoded once into its workdir."""
     path = pathlib.Path(lab.data.get("images", ""))
-    if path.suffix != ".npz":
-        return lab
-    with open_npz(path) as file:
-        names = file.shapes.keys()
-    if not names & {"body", "train_labels"}:
-        raise ValueError(
-            f"{path} holds the arrays {', '.join(sorted(names)) or 'of nothing'}: it must hold "
-            "train_images, train_labels, test_images and test_labels, or packed JPEGs"
-        )
-    if "body" not in names:
+    if not is_packed(str(path)):
         return lab
     content = path.stat()
     version = f"{path.resolve()} {content.st_size} {content.st_mtime_ns}"

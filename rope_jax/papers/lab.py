@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rope_jax.analysis.intervals import student, wilson
-from rope_jax.analysis.runs import RunResults, group_runs, read_runs
-from rope_jax.config import ConfigError, model_overrides
+from rope_jax.analysis.runs import RunResults, read_runs
+from rope_jax.config import ConfigError, differences, model_overrides
 from rope_jax.config.settings import ModelConfig
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import FRACTIONS, Row, main_score
@@ -25,6 +25,8 @@ from rope_jax.weights import list_weights
 from rope_jax.weights.released import ReleasedWeights
 
 Measured = dict[str, Any]  # mean, interval, seeds, runs
+# Settings that may differ between the seeds of a run; init_from may name a run of the same seed.
+_OF_A_SEED = ("seed", "init_from", "model.position", "model.options")
 _EPOCHS = {"classify": {"smoke": 0.5, "small": 20.0}, "segment": {"small": 20.0},
            "detect": {"small": 8.0}, "mask": {"small": 4.0}}  # fmt: skip
 IMAGENET_SETS = {"imagenet_real": "real", "imagenet_v2": "v2", "imagenet_a": "a", "imagenet_r": "r"}
@@ -316,12 +318,16 @@ class Lab:
                     f"--runs: {hidden[0].workdir} and {by_seed[seed].workdir} are two runs of "
                     f"{run.model} with {run.position} and seed {seed}: name one of them"
                 )
-            if len(groups := [*group_runs(given).values()]) > 1:
-                raise ConfigError(
-                    f"--runs: {groups[0][0].workdir} and {groups[1][0].workdir} are runs of "
-                    f"{run.model} with {run.position}, but differ in more than their seed (other "
-                    "settings, or another step): name those of one setting"
-                )
+            for other in given[1:]:
+                changed = differences(given[0].config, other.config, _OF_A_SEED)
+                if given[0].step != other.step:
+                    changed.append(f"step: {given[0].step} -> {other.step}")
+                if changed:
+                    raise ConfigError(
+                        f"--runs: {given[0].workdir} and {other.workdir} are runs of {run.model} "
+                        f"with {run.position} that differ in more than their seed ({changed[0]}): "
+                        "name those of one setting"
+                    )
             return {x: (result.workdir, _rows_by_rules(result)) for x, result in by_seed.items()}
         if not self.stages(run):
             return {}

@@ -5,7 +5,6 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 from flax import nnx
 
 from rope_jax.config import Config, load_recipe, read_settings, resolve
@@ -13,6 +12,7 @@ from rope_jax.config.settings import DataConfig, ModelConfig
 from rope_jax.models.cost import cost
 from rope_jax.names.text import image_pair
 from rope_jax.papers.lab import Job
+from rope_jax.system.npz import open_npz
 from rope_jax.training.setup import create
 
 Size = tuple[int, int]
@@ -67,7 +67,8 @@ def estimate(job: Job, scale: str) -> Estimate:
     config = resolve(load_recipe(flags["config"], read_settings(settings)))
     images, classes = SETS[config.data.source]
     if scale == "small" and config.data.source == "npz":
-        images = len(np.load(config.data.path, allow_pickle=False)["train_labels"])
+        with open_npz(config.data.path) as file:  # packed JPEGs: with those of the test
+            ((images,), _) = file.shapes.get("train_labels") or file.shapes["labels"]
     images = config.steps * config.batch_size if config.steps else config.epochs * images
     if scale == "small":
         return Estimate((_PREPARE + images / _SPEED[config.data.source]) / 3600)

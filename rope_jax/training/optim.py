@@ -54,6 +54,11 @@ def learning_rate_schedule(
             f"into a run of {epochs:.4g}: they are shortened to {options.warmup_epochs:.4g} and "
             f"{options.cooldown_epochs:.4g}"
         )
+    if options.milestones and options.schedule != "step":
+        warn(
+            f"WARNING: milestones={options.milestones} have no effect with "
+            f"schedule={options.schedule}"
+        )
     if options.schedule == "step" and not options.milestones:
         raise ValueError("schedule='step' needs milestones: give the epochs or steps of its drops")
     if options.schedule_step == "iteration":
@@ -280,7 +285,10 @@ def make_optimizer(
     if o.layer_decay != 1:
         parts.append(_scale(layer_rates(params, o.layer_decay, o.last_norm)))
     if o.backbone_rate != 1:
-        parts.append(_scale(backbone_rates(params, o.backbone_rate)))
+        rates = backbone_rates(params, o.backbone_rate)
+        if o.backbone_rate not in jax.tree.leaves(rates):
+            warn(f"WARNING: backbone_rate={o.backbone_rate} has no effect without a head")
+        parts.append(_scale(rates))
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 

@@ -78,6 +78,7 @@ def convert_state_dict(
     Raises:
         ValueError: names or shapes that do not fit, all of them in one message, or a weight that is
             not finite; the model is not changed.
+        TypeError: `state_dict` is not a mapping.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(

@@ -47,11 +47,6 @@ def test_configs_round_trip_through_json():
             "min_learning_rate=1e-05 is above --config.optim.learning_rate=1e-06",
         ),
         (
-            {"optim": {"milestones": (3.0,)}},
-            r"milestones=\(3.0,\) cannot be combined with --config.optim.schedule=cosine",
-        ),
-        ({"optim": {"backbone_rate": 0.1}}, "backbone_rate=0.1 is for a backbone below a"),
-        (
             {"batch_size": 100, "mix": {"mixup": 0.8, "groups": 8}},
             "batch_size=100 .*mix.groups=8 .* a batch of 96 or 104, or --config.mix.groups=1",
         ),

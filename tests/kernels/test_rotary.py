@@ -335,7 +335,7 @@ def test_float32_data_with_float64_enabled(x64, kernel):
 
 
 FOUR = Rotation(FITTING.coords, FITTING.freqs[:1, :, :4])
-NARROW, WIDE = ONES.astype(jnp.bfloat16), np.ones(ONES.shape)
+NARROW, WIDE = ONES.astype(jnp.bfloat16), jax.ShapeDtypeStruct(ONES.shape, "float64")
 KERNELS = ("triton", "mosaic")
 REFUSALS = [
     (rotate, (ONES, ONES, dataclasses.replace(FOUR, pairing="interleaved")), "interleaved"),

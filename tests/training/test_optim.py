@@ -171,6 +171,15 @@ def test_too_long_warmups_and_cooldowns_become_a_tenth(curve, epochs, ends, fit,
     assert not capsys.readouterr().err
 
 
+def test_options_without_effect_are_named(capsys):
+    rates_per_step(10, 20, milestones=(3.0,), schedule="cosine")
+    assert "milestones=(3.0,) have no effect with schedule=cosine" in capsys.readouterr().err
+    model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=1)
+    params = nnx.state(model, nnx.Param)
+    optim.make_optimizer(OptimConfig(backbone_rate=0.1), lambda step: 0.1, params)
+    assert "backbone_rate=0.1 has no effect without a head" in capsys.readouterr().err
+
+
 def parameters(model, **options):
     """The parameters of a model, as shapes."""
     create = lambda: rope_jax.create_model(model, **options)
