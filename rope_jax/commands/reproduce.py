@@ -108,7 +108,7 @@ def _parse(words: list[str] | None) -> tuple[CommandParser, argparse.Namespace]:
         help="runs of each model; default: 3 at scale small, otherwise 1",
     )
     positive = Argument(Annotated[float, Range(above=0)])
-    add("--epochs", type=positive, help="at scale small")
+    add("--epochs", type=positive, help="of classifiers, at scale small")
     add("--runs", help="workdirs of your own runs, separated by commas, instead of the papers'")
     add("--minutes", type=positive, help="stop when they are over, after the runs in progress")
     add("--count", type=Argument(Count), help="images of attention statistics; default: 256")
