@@ -259,7 +259,8 @@ def describe(
         classes = 0  # those of a classifier are not the head's
     if head is not None and head.partition("(")[0] != (stored_head or "").partition("(")[0]:
         options.pop("last_norm", None)  # the other head's
-    entry.options.override(name, {**options, **overrides}).check_read(name, overrides)
+    made = entry.options.override(name, {**options, **overrides})
+    made.check_read(name, [x for x in overrides if getattr(made, x) != getattr(entry.options, x)])
     scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
     size = image_pair(requested.get("image_size", default.image_size))
     return Description(

@@ -125,6 +125,8 @@ def items(text: str) -> list[str]:
 def assignments(text: str, label: str) -> dict[str, str]:
     """Reads "a=1,b=f(x=2,y=3)"; commas and equal signs inside parentheses belong to the value.
 
+    The last value of a key counts, as in a recipe's options followed by those of a command.
+
     >>> assignments("depth=6,window_size=(4,6)", "--config.model.options")
     {'depth': '6', 'window_size': '(4,6)'}
 
@@ -133,15 +135,13 @@ def assignments(text: str, label: str) -> dict[str, str]:
         label: description of the text, for error messages.
 
     Raises:
-        ValueError: a part is not of that form, or a key occurs twice.
+        ValueError: a part is not of that form.
     """
     values = {}
     for piece in items(text):
         key, _, value = piece.partition("=")
         if not key.isidentifier() or not value:
             raise ValueError(f"{label} {piece!r} is not of the form key=value")
-        if key in values:
-            raise ValueError(f"{label} names {key!r} twice: leave one out")
         values[key] = value
     return values
 
