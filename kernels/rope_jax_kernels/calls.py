@@ -111,7 +111,8 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
     arguments = {x: y for x, y in bound.arguments.items() if x != "implementation"}
     arrays, put = split_arrays(arguments)
     shapes = {name: x for name, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    jax.eval_shape(lambda shapes: op(**put(shapes), implementation="xla"), shapes)  # its errors
+    # Raises what the call would raise.
+    jax.eval_shape(lambda shapes: op(**put(shapes), implementation="xla"), shapes)
     return {
         implementation: dispatch.refusal(name, implementation, arguments) or "ok"
         for implementation in dispatch.IMPLEMENTATIONS[name]

@@ -23,7 +23,8 @@ def is_packed(path: str) -> bool:
         return False
     with open_npz(path) as file:
         names = file.shapes.keys()
-    if not names & {"body", "train_images"}:
+    needed = {f"{split}_{kind}" for split in ("train", "test") for kind in ("images", "labels")}
+    if "body" not in names and not needed <= names:
         raise ValueError(
             f"{path} holds {', '.join(sorted(names)) or 'no arrays'}: it must hold train_images, "
             "train_labels, test_images and test_labels, or packed JPEGs"

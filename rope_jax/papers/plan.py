@@ -68,7 +68,7 @@ def estimate(job: Job, scale: str) -> Estimate:
     images, classes = SETS[config.data.source]
     if scale == "small" and config.data.source == "npz":
         with open_npz(config.data.path) as file:  # packed JPEGs: with those of the test
-            ((images,), _) = file.shapes.get("train_labels") or file.shapes["labels"]
+            (images, *_), _ = file.shapes.get("train_labels") or file.shapes["labels"]
     images = config.steps * config.batch_size if config.steps else config.epochs * images
     if scale == "small":
         return Estimate((_PREPARE + images / _SPEED[config.data.source]) / 3600)

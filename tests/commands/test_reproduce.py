@@ -15,8 +15,10 @@ import rope_jax
 from rope_jax.commands import reproduce
 from rope_jax.evaluate.results import write_results
 from rope_jax.papers import published
+from rope_jax.papers.declared import ARTIFACTS
 from rope_jax.papers.images import unpack
 from rope_jax.papers.lab import Job, Lab
+from rope_jax.papers.plan import estimate
 from rope_jax.training.signals import Interrupted
 from tests.refusals import expect_refusal
 
@@ -88,12 +90,17 @@ def test_cells_and_claims_of_rows_that_are_not_made_stay(tmp_path):
         reproduce._add_result("heo/figure_6", made, lab)
     stored = json.loads((tmp_path / "results.json").read_text())["artifacts"]["heo/figure_6"]
     assert stored == entry(("ape", 1), ("rope2d", 3))
+    lab = Lab("small", tmp_path, only=("rope2d",), epochs=1.0)  # other runs: nothing stays
+    reproduce._add_result("heo/figure_6", entry(("rope2d", 4)), lab)
+    stored = json.loads((tmp_path / "results.json").read_text())["artifacts"]["heo/figure_6"]
+    assert stored == entry(("rope2d", 4))
 
 
-def test_own_runs_are_shown_instead(ablation, tmp_path):
+def test_own_runs_are_shown_instead(ablation, tmp_path, capsys):
     folder, _ = ablation
     (workdir,) = (folder / "smoke").iterdir()
-    results = run(tmp_path, "heo/figure_4", f"--runs={workdir}")
+    results = run(tmp_path, "heo/figure_4", f"--runs={workdir}", "--json")
+    assert json.loads(capsys.readouterr().out) == results  # and nothing else
     (cell,) = results["artifacts"]["heo/figure_4"]["cells"]
     assert results["scale"] == "runs"
     assert (cell["key"]["model"], cell["key"]["resolution"]) == ("cat_5", [32, 32])
@@ -101,7 +108,8 @@ def test_own_runs_are_shown_instead(ablation, tmp_path):
 
 def test_figures_and_settings_without_runs(tmp_path):
     names = ["thesis/figure_3.1", "thesis/figure_C.1", "thesis/table_E.1", "cat/figure_decay"]
-    artifacts = run(tmp_path, *names[::-1], SMOKE, "--schemes=rope_mixed")["artifacts"]
+    schemes = "--schemes=rope_mixed,axial_rope(k_rope=64)"  # no head here has as many channels
+    artifacts = run(tmp_path, *names[::-1], SMOKE, schemes)["artifacts"]
     assert list(artifacts) == names
     for name in (names[0], names[1], names[3]):
         (file,) = artifacts[name]["files"]
@@ -168,6 +176,9 @@ def test_packed_files_of_one_name_are_told_apart(tmp_path):
         assert unpack(lab) == lab
         unpacked.append((lab.images, np.load(lab.data["images"])["train_images"].max()))
     assert unpacked == [("set", 0), ("set", 255)]
+    listed = Lab("small", tmp_path, data={"images": str(tmp_path / "0" / "set.npz")})
+    job, *_ = listed.jobs(ARTIFACTS["heo/figure_4"].runs(listed))
+    assert 0 < estimate(job, "small").hours < 0.1  # of two images, for the list
 
 
 def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
@@ -179,7 +190,7 @@ def test_wrong_input_is_one_line(ablation, tmp_path, capsys):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "results.json").write_text('{"version": "0.0.1", "artifacts": {}}')
     (tmp_path / "garbage.npz").write_bytes(b"garbage")
-    np.savez(tmp_path / "other.npz", x=[1])
+    np.savez(tmp_path / "other.npz", train_images=[1])
     for words, message in (
         (["heo/figure_44", SMOKE], "heo/figure_4"),
         (["heo/figure_4", SMOKE, "--only=rope_mixe"], "rope_mixed"),

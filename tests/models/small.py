@@ -35,9 +35,7 @@ def abstract_call(model, height, width, method="__call__"):
 
 def small_model(name, position=None, **changes):
     """A small model for 3 x 5 patches and 5 classes."""
-    kernel = (
-        {"kernel_size": 3} if "nat" in (name.partition("_")[0], changes.get("attention")) else {}
-    )
+    kernel = {"kernel_size": 3} if "nat_" in name else {}
     return make_filled_model(name, position, **SMALL | {"image_size": (6, 10)} | kernel | changes)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -146,6 +147,16 @@ def test_a_custom_head_of_four_maps_may_be_normalised(name, monkeypatch):
 def test_images_with_too_small_maps_are_refused(dense):
     with pytest.raises(ValueError, match="images of 16x32 pixels give this head maps of less than"):
         abstract_call(dense, 16, 32)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_images_of_another_shape_are_refused(dense):
+    for model in (dense, dense.backbone):
+        for shape in ((32, 32, 3), (1, 3, 32, 32)):
+            with pytest.raises(ValueError, match=r"images have shape .* must be \[B, H, W, 3\]"):
+                model.features(jnp.zeros(shape))
+        with pytest.raises(ValueError, match=r"must be \[B, H, W, 3\]"):
+            model(jnp.zeros((32, 32, 3)))
 
 
 def test_a_saved_model_with_a_head_is_created_again(dense, tmp_path, capsys):

@@ -38,6 +38,15 @@ def test_a_saved_pyramid_fills_another(tmp_path, capsys):
         load_pretrained(nnx.eval_shape(lambda: make(attention="global")), tmp_path)
 
 
+def test_scales_without_an_official_name_are_refused_by_its_source(tmp_path):
+    vit = rope_jax.create_model("deit_ti16", num_classes=0, **SMALL | WINDOWS)
+    model = PyramidBackbone(vit, FeaturePyramid(48, outputs=8, scales=(8.0, 1.0), rngs=nnx.Rngs(0)))
+    rope_jax.save_pretrained(model, tmp_path)
+    load_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match=r"neck\.levels\.0"):
+        rope_jax.save_pretrained(model, tmp_path / "theirs", source="detectron2")
+
+
 @pytest.mark.parametrize("scales", [(), (1.0, 2.0), (3.0,), (8.0, 1.0), (0.25,)])
 def test_impossible_scales_are_refused(scales):
     advice = f"scales={scales} must be powers of 2 in descending order, from 0.5 to one"

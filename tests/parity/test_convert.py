@@ -158,6 +158,12 @@ def test_projections_of_flax_have_an_axis_for_heads(capsys):
     assert capsys.readouterr().out == "head: new, 7 classes\n"
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_path_is_no_state_dict():
+    with pytest.raises(TypeError, match=r"state_dict is a str; .* for a file use create_model"):
+        rope_jax.convert_state_dict(small("deit_ti16", "ape"), "weights.pth", source="timm")
+
+
 def test_offsets_change_sign_between_windows_and_neighbourhoods():
     swin, nat = small("swin_t", "rpb"), small("nat_s_tiny", "rpb", seed=1)
     rope_jax.convert_state_dict(nat, export_state_dict(swin, source="swin"), source="swin")
