@@ -71,35 +71,27 @@ class Layer:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _stages(pattern: Pattern, heads: tuple[int, ...], side: int = 56) -> list[Layer]:
-    return [
-        Layer(pattern, (side >> stage, side >> stage), n, 32, 8, bias=True)
-        for stage, n in enumerate(heads)
-    ]
-
-
-def _table() -> dict[str, Layer]:
-    layers = {
-        # At 224 px with patches of 16 px, with a class token (197) or mean pooling (196).
-        "vit_s": Layer(Global(), (196,), 6, 64, 16),
-        "vit_s_class_token": Layer(Global(), (197,), 6, 64, 16),
-        "vit_s_rope_mixed": Layer(Global(), (196,), 6, 64, 32),  # all channels rotate
-        "vit_s_512px": Layer(Global(), (1025,), 6, 64, 16),
-        "vit_b": Layer(Global(), (196,), 12, 64, 16),
-        "vit_s_12_heads": Layer(Global(), (196,), 12, 32, 8),  # vit_s16: heads of 32 channels
-        "vit_heads_of_128": Layer(Global(), (196,), 6, 128, 64),
-        "swin_384px": Layer(Window((12, 12), (6, 6)), (48, 48), 3, 32, 16, bias=True),
-        "dinat_mini_1": Layer(Neighborhood((7, 7), (8, 8)), (56, 56), 2, 32, 16),
-    }
-    stages = {
-        "swin_t": _stages(Window((7, 7), (3, 3)), (3, 6, 12, 24)),
-        "nat_mini": _stages(Neighborhood((7, 7)), (2, 4, 8, 16)),
-    }
-    for model, model_layers in stages.items():
-        layers |= {f"{model}_{i}": layer for i, layer in enumerate(model_layers, start=1)}
-    return layers
-
-
+# Model -> the pattern of its layers, and the heads of its stages.
+_STAGES = {
+    "swin_t": (Window((7, 7), (3, 3)), (3, 6, 12, 24)),
+    "nat_mini": (Neighborhood((7, 7)), (2, 4, 8, 16)),
+}
 # Name -> layer; "swin_t_1" is the first stage of a Swin-T, with shifted windows. At 224 px unless
 # the name has another size. Use `dataclasses.replace` for variants.
-LAYERS: dict[str, Layer] = _table()
+LAYERS: dict[str, Layer] = {
+    # At 224 px with patches of 16 px, with a class token (197) or mean pooling (196).
+    "vit_s": Layer(Global(), (196,), 6, 64, 16),
+    "vit_s_class_token": Layer(Global(), (197,), 6, 64, 16),
+    "vit_s_rope_mixed": Layer(Global(), (196,), 6, 64, 32),  # all channels rotate
+    "vit_s_512px": Layer(Global(), (1025,), 6, 64, 16),
+    "vit_b": Layer(Global(), (196,), 12, 64, 16),
+    "vit_s_12_heads": Layer(Global(), (196,), 12, 32, 8),  # vit_s16: heads of 32 channels
+    "vit_heads_of_128": Layer(Global(), (196,), 6, 128, 64),
+    "swin_384px": Layer(Window((12, 12), (6, 6)), (48, 48), 3, 32, 16, bias=True),
+    "dinat_mini_1": Layer(Neighborhood((7, 7), (8, 8)), (56, 56), 2, 32, 16),
+    **{
+        f"{model}_{i + 1}": Layer(pattern, (56 >> i, 56 >> i), n, 32, 8, bias=True)
+        for model, (pattern, heads) in _STAGES.items()
+        for i, n in enumerate(heads)
+    },
+}

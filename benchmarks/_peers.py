@@ -178,5 +178,4 @@ def infer(
     model: Model, state: tuple[Any, Any], images: jax.Array, labels: jax.Array
 ) -> tuple[tuple[Any, Any], jax.Array]:
     """A forward pass, in the form of `train`: the same state, and the logits."""
-    del labels
     return state, model.logits(state[0], images)

@@ -3,10 +3,10 @@
 A benchmark is a function `run(keep, ...)`. Its other parameters define the command line:
 keyword-only parameters become options (`add_options` of `rope_jax.commands.arguments`), the others
 positional arguments, and `*flags` receives the arguments after `--`. `keep(**figures)` adds
-machine, versions, date and settings to the figures, writes them to the file of `--out`, and returns
-the result; benchmarks call it after every part, and `earlier_result` reads the output of an
-interrupted call. `columns` and `rows` among the figures are the table of the result; `note` is a
-line under it.
+machine, versions, date and settings to the figures, and writes them to the file of `--out`;
+benchmarks call it after every part, and `earlier_result` reads the output of an interrupted call.
+`columns` and `rows` among the figures are the table of the result, which is printed at the end;
+`note` is a line under it.
 """
 
 import argparse
@@ -27,11 +27,12 @@ import numpy as np
 import benchmarks
 from rope_jax.commands.arguments import Help, add_options, parser_options
 from rope_jax.names.options import find_options
+from rope_jax.names.text import format_table
 from rope_jax.system.files import write_file
 from rope_jax_kernels.tuning.choices import hash_sources
 
 Result = dict[str, Any]
-Keep = Callable[..., Result]
+Keep = Callable[..., None]
 
 
 def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
@@ -105,15 +106,22 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     options = vars(parser.parse_args(argv[:split]))
     settings = {key: value for key, value in options.items() if key != "out"}
 
-    def keep(**figures: Any) -> Result:
+    result: Result = {}
+
+    def keep(**figures: Any) -> None:
+        nonlocal result
         result = record(name, **{"settings": settings} | figures)
         if (out := options["out"]) is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_file(out, json.dumps(result, indent=1, default=str) + "\n")
-        return result
 
     first = [options[x.name] for x in positional]
     function(keep, *first, *flags, **{x: options[x] for x in named})
+    if "columns" in result:
+        rows = [
+            [f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in result["rows"]
+        ]
+        print(format_table(result["columns"], rows))
 
 
 def main(argv: Sequence[str]) -> int:

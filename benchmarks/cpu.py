@@ -26,7 +26,6 @@ import jax
 from benchmarks._runner import Keep
 from rope_jax.config import Config, load_recipe, read_settings, resolve
 from rope_jax.models.vit import ViT
-from rope_jax.names.text import format_table
 from rope_jax.system.cores import cores
 from rope_jax.system.sharding import put_batch, start_devices
 from rope_jax.training.setup import create, initial_state, prepare, training_batches
@@ -170,4 +169,3 @@ def run(
     note = ", ".join([f"`{recipe}`", *flags, f"{cores()} cores."])
     rows = table_rows(times)
     keep(settings=settings, columns=COLUMNS, rows=rows, note=note, seconds_per_image=times)
-    print(format_table(COLUMNS, rows))

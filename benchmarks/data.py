@@ -29,7 +29,6 @@ from rope_jax.data import batches, decode_image, load
 from rope_jax.data.images.crops import resized_crop
 from rope_jax.data.packing import prepare
 from rope_jax.data.sources.folder import Folder
-from rope_jax.names.text import format_table
 
 SIZE = (224, 224)
 CROP = "resized_crop+flip"
@@ -124,7 +123,6 @@ def run(
     for name, each in rates.items():
         ratio = statistics.median(x / y for x, y in zip(each, rates[PILLOW], strict=True))
         rows.append([name, f"{statistics.median(each):.0f}", f"{ratio:.2f}"])
-    print(format_table(COLUMNS, rows))
     settings = {"images": images.name, "tfds": bool(tfds), "rounds": rounds}
     note = f"{len(files)} photographs, to {SIZE[0]} px."
     keep(settings=settings, columns=COLUMNS, rows=rows, note=note, images_per_cpu_second=rates)

@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks import _peers
 from benchmarks._runner import Keep
 from benchmarks.cpu import quartiles
-from rope_jax.names.text import format_table
 from rope_jax.system.cores import cores, keep_freed_memory, multiplies_bfloat16
 
 COLUMNS = ("position", "pass", "dtype", "library", "ms", "relative to ours (quartiles)")
@@ -136,4 +135,3 @@ def run(keep: Keep, *, batch: int = 8, size: int = 112, turns: int = 10) -> None
             f"{'with' if native else 'without'} bfloat16 instructions.",
             cases=cases,
         )
-    print(format_table(COLUMNS, [row(case) for case in cases]))

@@ -53,7 +53,6 @@ from benchmarks import _layers, _models, _rotations
 from benchmarks._runner import Keep, earlier_result
 from benchmarks._timing import Case, machine_limits
 from rope_jax.analysis.timing import Start, Timer, take_turns
-from rope_jax.names.text import format_table
 from rope_jax_kernels.accuracy import error
 
 PARTS = {
@@ -154,6 +153,3 @@ def run(
                 print(f"{case.group}: {case.name}: {times} us", flush=True)
                 for form, reason in row["left_out"].items():
                     print(f"  {form} is left out: {reason}")
-    rows = ratios(measured)
-    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-    print(format_table(COLUMNS, cells))

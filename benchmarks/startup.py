@@ -18,7 +18,6 @@ import time
 import jax
 
 from benchmarks._runner import Keep
-from rope_jax.names.text import format_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 COLUMNS = ("caches", "seconds to the first step", "least", "most", "starts")
@@ -99,4 +98,3 @@ def run(
     arguments = {"model": model, "batch": batch, "image_size": image_size, "starts": starts}
     note = f"`{model}`, batch {batch}, {image_size} px, {dtype}."
     keep(settings=arguments, columns=COLUMNS, rows=rows, note=note, first_step_s=seconds)
-    print(format_table(COLUMNS, [[row[0], *(f"{x:.3g}" for x in row[1:])] for row in rows]))

@@ -39,12 +39,15 @@ def flax_attention_fn(
         implementation: None for the best that applies, or a name.
 
     Raises:
-        ValueError: a window or neighbourhood without `grid`. The returned function raises it if the
-            number of tokens is not that of `grid`, or Flax passes a mask, attention dropout, causal
-            attention, `sow_weights` or `input_positions`.
+        ValueError: a window or neighbourhood without `grid`, or `Global` with one. The returned
+            function raises it if the number of tokens is not that of `grid`, or Flax passes a mask,
+            attention dropout, causal attention, `sow_weights` or `input_positions`.
     """
-    if grid is None and not isinstance(pattern, Global):
-        raise ValueError(f"pattern={pattern} needs the map's size: pass grid=(H, W)")
+    if (grid is None) != isinstance(pattern, Global):
+        raise ValueError(
+            f"pattern={pattern} does not fit grid={grid}: pass grid=(H, W), the size of the map in "
+            "tokens, for windows and neighbourhoods, and none for Global()"
+        )
 
     def attend(
         query: Float[Array, "*B L N D"],

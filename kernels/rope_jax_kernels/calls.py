@@ -95,18 +95,7 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
             f"op={op!r} is not an operation of rope_jax_kernels; use one of "
             f"{list(dispatch.IMPLEMENTATIONS)}"
         )
-    signature = inspect.signature(op)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        parameters = [
-            f"{x.name}=..." if x.default is x.empty else f"[{x.name}=...]"
-            for x in signature.parameters.values()
-        ]
-        raise TypeError(
-            f"explain(op={name}, ...) was given other arguments than {name} takes: use "
-            f"explain({name}, {', '.join(parameters)}), where those in brackets may be left out"
-        ) from error
+    bound = inspect.signature(op).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = {x: y for x, y in bound.arguments.items() if x != "implementation"}
     arrays, put = split_arrays(arguments)

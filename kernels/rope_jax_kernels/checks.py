@@ -8,11 +8,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rope_jax_kernels.attention.patterns import Global, Pattern
+from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
 from rope_jax_kernels.rotation import Rotation
 
 LAYOUTS = ("BLND", "BNLD")
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+# Pattern -> dimensions of its bias.
+BIAS = {
+    Global: "[N, L, L]",
+    Window: "[N, (2h-1)*(2w-1)]",
+    Neighborhood: "[N, 2kh-1, 2kw-1]",
+}
 # Shape of an array: integers, or symbols where `jax.export` leaves a size open.
 Shape = tuple[Any, ...]
 
@@ -157,17 +163,18 @@ def check_terms(
                 f"scale has shape {scale.shape}; it must be one number: for one of each head, "
                 "multiply q by it instead"
             )
-    places = tuple(places)
+    places, part = tuple(places), name
+    if isinstance(pattern, Window):
+        part = f"a window of {pattern.fit(places).size} in {name}"
     if rotation is not None:
-        tokens, part = pattern.rotated_tokens(places), pattern.rotated_part(places, name)
-        check_rotation(rotation, tokens, heads, head_dim, part)
+        check_rotation(rotation, pattern.rotated_tokens(places), heads, head_dim, part)
     if bias is not None:
         check_floating("bias", bias)
         expected = pattern.bias_shape(heads, places)
         if bias.shape not in (expected, (1, *expected[1:])):
             raise ValueError(
                 f"bias has shape {bias.shape}; with pattern={pattern} it must be {expected}, that "
-                f"is {pattern.bias_layout(places)}, or have 1 in place of N if heads share it"
+                f"is {BIAS[type(pattern)]} for {part}, or have 1 in place of N if heads share it"
             )
         bias = jnp.broadcast_to(bias, expected)
     return bias

@@ -15,7 +15,6 @@ def make_layer(name, **changes):
 
 def attend(layer, implementation, qkv, coords, freqs, bias=None, cotangent=None):
     """The output alone; `cotangent` matches the signature of `train`."""
-    del cotangent
     return attention_qkv(
         qkv,
         pattern=layer.pattern,

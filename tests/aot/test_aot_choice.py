@@ -17,7 +17,7 @@ from benchmarks._model_shapes import LAYERS
 from rope_jax_kernels import Global
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
-from tests.kernels.covering import covering
+from tests.slow import some_slow
 
 KINDS = (H200, A100, L4, T4)
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
@@ -43,16 +43,14 @@ def holds_weights(layer, program):
 
 @pytest.mark.parametrize("function", [attend, train])
 @pytest.mark.parametrize(
-    "case",
-    covering(
+    ("kind", "name"),
+    some_slow(
         [(kind, name) for kind in KINDS for name in LAYERS],
         [(H200, name) for name in LAYERS] + [(kind, name) for kind in KINDS for name in SOME],
     ),
-    ids=" ".join,
 )
-def test_the_default(case, function, gpu_of):
+def test_the_default(kind, name, function, gpu_of):
     """Forward, and with gradients."""
-    kind, name = case
     layer = LAYERS[name]
     program = compile_layer(layer, None, gpu_of(kind), function=function)
     if isinstance(layer.pattern, Global):
@@ -69,7 +67,7 @@ GLOBAL = [name for name, layer in LAYERS.items() if isinstance(layer.pattern, Gl
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("name", GLOBAL)
-@pytest.mark.parametrize("kind", covering([H200, A100, L4], [H200]))
+@pytest.mark.parametrize("kind", some_slow([H200, A100, L4], [H200]))
 def test_cudnn_trains_with_the_token_counts_of_models(kind, name, biased, gpu_of):
     layer = dataclasses.replace(LAYERS[name], bias=biased)
     program = compile_layer(layer, "cudnn", gpu_of(kind))

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.memory import classifier, compile_step
 from tests.aot.program import TARGETS, Launch, launches
-from tests.models.small import some_slow
+from tests.slow import some_slow
 
 # Model -> images; GB, launches and those under 2 MB at most, of all that is neither product nor
 # attention. A launch that moves less than 2 MB takes about as long as an empty one.

@@ -57,7 +57,7 @@ from rope_jax.tasks import evaluator, segmentation
 from rope_jax.training import setup
 from rope_jax.weights import convert, create, files, links, load, metadata, own, released
 from tests.docs import stand_ins
-from tests.models.small import some_slow
+from tests.slow import some_slow
 
 ROOT = stand_ins.ROOT
 MAKEFILE = (ROOT / "Makefile").read_text()

@@ -42,6 +42,8 @@ def test_windows_need_the_grid():
     window = Window(size=(2, 3))
     with pytest.raises(ValueError, match=r"pass grid=\(H, W\)"):
         flax_attention_fn(ROTATION, pattern=window)
+    with pytest.raises(ValueError, match=r"and none for Global\(\)"):
+        flax_attention_fn(ROTATION, grid=(4, 3))
     attend = flax_attention_fn(ROTATION, pattern=window, grid=(4, 3))
     q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 12, 2, 8)), jnp.float32)
 

@@ -23,8 +23,8 @@ from rope_jax_kernels import (
 from rope_jax_kernels.attention import neighborhood, reference
 from rope_jax_kernels.checks import check_floating, check_rotation, check_terms
 from tests.kernels.attention_pairs import neighbors, pairs, token_coords
-from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import draw
+from tests.slow import some_slow
 
 B, N, D, A, R = 2, 2, 6, 2, 2
 SCALE = 0.7
@@ -121,7 +121,7 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize("name", covering(CASES, FAST))
+@pytest.mark.parametrize("name", some_slow(CASES, FAST))
 def test_values_and_gradients_match_the_definition(name):
     pattern, grid = CASES[name]
     places = token_shape(pattern, grid)
@@ -162,9 +162,8 @@ KINDS = ["global", "window pads, shifted", "neighborhood dilated, ragged"]
 PRECISIONS = [(name, dtype) for name in KINDS for dtype in TOLERANCES]
 
 
-@pytest.mark.parametrize("case", covering(PRECISIONS, PRECISIONS[::4]), ids=str)
-def test_precision(case):
-    name, dtype = case
+@pytest.mark.parametrize(("name", "dtype"), some_slow(PRECISIONS, PRECISIONS[::4]))
+def test_precision(name, dtype):
     tolerance = TOLERANCES[dtype]
     pattern, grid = CASES[name]
     places = token_shape(pattern, grid)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rope_jax_kernels import Global, Neighborhood, Window
 from rope_jax_kernels.attention import mosaic_program
 from rope_jax_kernels.attention.task import Task
-from tests.kernels.covering import covering
 from tests.kernels.test_attention_triton import SMALL, check, operands, outputs
+from tests.slow import some_slow
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -124,12 +124,12 @@ ALONE = [name for name in CASES if name not in RACED]
 ALWAYS = ["few tokens, no rotation", "windows of two tiles", "dilation"]
 
 
-@pytest.mark.parametrize("name", covering(ALONE, ALWAYS))
+@pytest.mark.parametrize("name", some_slow(ALONE, ALWAYS))
 def test_outputs_and_gradients(name, busy):
     check_case(name)
 
 
-@pytest.mark.parametrize("name", covering(RACED, RACED[:2]))
+@pytest.mark.parametrize("name", some_slow(RACED, RACED[:2]))
 def test_no_races(name, busy, monkeypatch):
     """Reads and writes of shared memory are ordered."""
     detecting = functools.partial(plgpu.InterpretGPUParams, detect_races=True)

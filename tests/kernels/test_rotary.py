@@ -14,8 +14,8 @@ from rope_jax_kernels import Rotation, explain, rotate, rotate_by_angles, rotate
 from rope_jax_kernels.rotary import tile_sizes, unpack_and_rotate
 from tests.devices import run_on_devices
 from tests.kernels import rotary_cases as cases
-from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import Case, angles, bits, draw, turn
+from tests.slow import some_slow
 
 B, L, N, D, A, R = 2, 6, 3, 16, 2, 5
 PAIRINGS = ["half", "interleaved"]
@@ -39,7 +39,7 @@ def test_values(case, implementation):
 PACKED = [case for case in (*cases.CASES[:4], cases.CASES[8]) if case.layout == "BLND"]
 
 
-@pytest.mark.parametrize("case", covering(PACKED, [PACKED[0], PACKED[-1]]), ids=str)
+@pytest.mark.parametrize("case", some_slow(PACKED, [PACKED[0], PACKED[-1]]), ids=str)
 def test_packed_equals_separate(case, implementation):
     check_or_refusal(cases.check_packed, case, implementation)
 
@@ -65,7 +65,7 @@ def test_explicit_angles(case, theta_dtype, implementation):
 GRADIENTS = [cases.CASES[i] for i in (0, 1, 2, 5, 6, 8, 9)]
 
 
-@pytest.mark.parametrize("case", covering(GRADIENTS, [cases.CASES[i] for i in (1, 9)]), ids=str)
+@pytest.mark.parametrize("case", some_slow(GRADIENTS, [cases.CASES[i] for i in (1, 9)]), ids=str)
 def test_gradients(case, kernel):
     check_or_refusal(cases.check_gradients, case, kernel)
 
@@ -210,9 +210,11 @@ VMAP_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", covering(VMAP_CASES, [VMAP_CASES[1], *VMAP_CASES[-2:]]), ids=str)
-def test_vmap_over_any_axis(case, interpreted):
-    kernel, (in_axes, out_axis) = case
+@pytest.mark.parametrize(
+    ("kernel", "axes"), some_slow(VMAP_CASES, [VMAP_CASES[1], *VMAP_CASES[-2:]])
+)
+def test_vmap_over_any_axis(kernel, axes, interpreted):
+    in_axes, out_axis = axes
     plain = list(map(jnp.asarray, draw(10, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4))))
     args = [
         x if axis is None else jnp.stack([x, 2 * x, -x], axis)
@@ -226,8 +228,8 @@ def test_vmap_over_any_axis(case, interpreted):
         out, pull_back = jax.vjp(turn_pair, *args)
         return out, pull_back(tuple(3 * x**2 for x in out))
 
-    axes = ((out_axis,) * 2, (0,) * 4)
-    mapped = jax.jit(jax.vmap(functools.partial(values_and_gradients, kernel), in_axes, axes))(
+    out_axes = ((out_axis,) * 2, (0,) * 4)
+    mapped = jax.jit(jax.vmap(functools.partial(values_and_gradients, kernel), in_axes, out_axes))(
         *args
     )
     expected = jax.jit(functools.partial(values_and_gradients, "xla"))

@@ -10,7 +10,6 @@ import pytest
 
 from rope_jax_kernels import Rotation, rotate
 from rope_jax_kernels.rotary import tile_sizes, unpack, unpack_and_rotate
-from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import (
     AS_USERS,
     CASES,
@@ -19,6 +18,7 @@ from tests.kernels.rotary_cases import (
     bits,
     exact_gradients,
 )
+from tests.slow import some_slow
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -38,7 +38,7 @@ def call_unpack(case, qkv, coords, freqs, **kwargs):
     )
 
 
-@pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
+@pytest.mark.parametrize("case", some_slow(CASES, FAST), ids=str)
 def test_unpacking_equals_rotating_the_parts_bit_for_bit(case):
     qkv, coords, freqs = draw_operands(case)
     compiled = functools.partial(jax.jit, compiler_options=AS_USERS)
@@ -53,7 +53,7 @@ def test_unpacking_equals_rotating_the_parts_bit_for_bit(case):
     assert np.array_equal(v, bits(parts[2]))
 
 
-@pytest.mark.parametrize("case", covering(CASES, [CASES[6]]), ids=str)
+@pytest.mark.parametrize("case", some_slow(CASES, [CASES[6]]), ids=str)
 def test_gradients(case):
     """Gradients of data, coords and freqs, against float64 and plain jnp in the same precision."""
     qkv, coords, freqs = draw_operands(case)
@@ -85,25 +85,6 @@ def test_second_derivatives():
         return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))(qkv)
 
     np.testing.assert_allclose(penalty("triton"), penalty("xla"), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_vmap():
-    case = Case(batch=1, tokens=5, heads=2, head_dim=8, pairs=3)
-    per_seed = zip(*(draw_operands(case, seed) for seed in range(3)), strict=True)
-    qkv, coords, freqs = map(np.stack, per_seed)
-    freqs *= np.arange(1, 4, dtype=np.float32)[:, None, None, None]
-    for axes in ((0, None, 0), (1, None, None), (0, 0, 0)):
-        args = [np.moveaxis(qkv, 0, axes[0])]
-        args += [x[0] if a is None else x for x, a in zip((coords, freqs), axes[1:], strict=True)]
-        result, plain = (
-            jax.jit(jax.vmap(functools.partial(call_unpack, case, implementation=kind), axes))(
-                *args
-            )
-            for kind in ("triton", "xla")
-        )
-        for x, expected in zip(result, plain, strict=True):
-            np.testing.assert_allclose(x, expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -156,7 +137,6 @@ ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
             lambda: unpack_and_rotate(QKV, Rotation(ROTATION.coords, jnp.ones((3, 2, 9)))),
             "describes 9 pairs",
         ),
-        (lambda: unpack_and_rotate(QKV, ROTATION, padding=-1), "padding=-1"),
     ],
 )
 @pytest.mark.usefixtures("x64", "unchecked_annotations")

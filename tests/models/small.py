@@ -4,7 +4,6 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 
 import rope_jax
@@ -99,12 +98,3 @@ def pictures(height, width, batch=2):
     """Random images, always the same ones."""
     rng = np.random.default_rng(1)
     return jax.device_put(rng.standard_normal((batch, height, width, 3)).astype(np.float32))
-
-
-def some_slow(cases, quick):
-    """Cases as parameters; all that are not in `quick` are slow."""
-
-    def slow(case):
-        return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
-
-    return [case if case in quick else slow(case) for case in cases]

@@ -9,7 +9,8 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.blocks import REMAT
 from rope_jax.training.optim import decay_mask
-from tests.models.small import abstract, compile_gradient, pictures, run, some_slow
+from tests.models.small import abstract, compile_gradient, pictures, run
+from tests.slow import some_slow
 
 VIT = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.4}
 WINDOWS = {"class_token": False, "attention": "window", "window_size": 4, "global_blocks": (1,)}

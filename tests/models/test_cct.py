@@ -21,7 +21,8 @@ from tests.models.definition import (
     softmax,
     value,
 )
-from tests.models.small import abstract, make_filled_model, run, some_slow
+from tests.models.small import abstract, make_filled_model, run
+from tests.slow import some_slow
 
 CONVS = {"conv_layers": 2, "conv_kernel": 7, "conv_stride": 2, "conv_width": 6, "patch_size": 16}
 

@@ -13,8 +13,9 @@ from rope_jax.models.registry import find_model
 from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.own import OWN
 from tests.models.heads import test_dino, test_mask2former
-from tests.models.small import abstract, abstract_call, make_filled_model, some_slow
+from tests.models.small import abstract, abstract_call, make_filled_model
 from tests.parity.official import assert_equal
+from tests.slow import some_slow
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
 CLASSES = {"num_classes": 3}

@@ -8,9 +8,10 @@ import pytest
 import rope_jax
 from rope_jax.positions.resample import dinov2_matrix
 from rope_jax.weights import export_state_dict
-from tests.models.small import pictures, run, some_slow
+from tests.models.small import pictures, run
 from tests.parity.official import assert_equal, draw
 from tests.parity.test_convert import assert_same
+from tests.slow import some_slow
 
 WIDTH, HEADS, DEPTH, CLASSES, PATCH = 24, 3, 2, 5, 4
 LAYERS = [f"blocks.{i}" for i in range(DEPTH)]

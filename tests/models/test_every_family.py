@@ -25,8 +25,8 @@ from tests.models.small import (
     make_filled_model,
     pictures,
     run,
-    some_slow,
 )
+from tests.slow import some_slow
 
 SMALL = {"width": 24, "heads": 3, "depth": 3, "mlp_ratio": 2.0, "drop_path": 0.4}
 PATCH = SMALL | {"patch_size": 4}

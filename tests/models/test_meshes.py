@@ -13,8 +13,8 @@ from rope_jax.system.sharding import replicate, split_batch, state_shardings, wi
 from tests.devices import run_on_devices
 from tests.models import test_vit_adapter
 from tests.models.heads import test_dino, test_mask2former, test_mask_rcnn
-from tests.models.small import some_slow
 from tests.models.test_every_family import FAMILIES, SIZE
+from tests.slow import some_slow
 
 PATCHES = FAMILIES["deit3_s16"][0]
 LOCAL = PATCHES | {"class_token": False, "embed_class_token": False}

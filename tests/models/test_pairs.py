@@ -19,9 +19,9 @@ from tests.models.small import (
     compile_gradient,
     fill,
     pictures,
-    some_slow,
 )
 from tests.positions.schemes import ALL, DEFAULTS
+from tests.slow import some_slow
 
 # Options that make a model small, pixels of creation, pixels of the call. One model for each way in
 # which backbones differ for a scheme: prefix tokens that take part in embeddings or do not, global

@@ -14,8 +14,8 @@ from rope_jax.models.heads import create_head
 from rope_jax.models.layers import layer_dtypes
 from rope_jax.models.necks import FourScales
 from rope_jax.models.pyramid import FeaturePyramid
-from tests.models.small import some_slow
 from tests.parity.official import DATA
+from tests.slow import some_slow
 
 WINDOWS = {"class_token": False, "attention": "window", "last_norm": False}  # ViTDet's
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "golden_models.json").read_text())

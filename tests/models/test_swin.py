@@ -25,8 +25,8 @@ from tests.models.small import (
     make_filled_model,
     pictures,
     run,
-    some_slow,
 )
+from tests.slow import some_slow
 
 TINY = {"width": 16, "depths": (2, 2), "heads": (2, 4), "mlp_ratio": 2.0}
 SIZE = (36, 52)  # maps of 9 x 13 and 5 x 7 tokens

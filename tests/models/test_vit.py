@@ -17,9 +17,9 @@ from tests.models.small import (
     pictures,
     run,
     small_model,
-    some_slow,
 )
 from tests.positions.schemes import DEFAULTS
+from tests.slow import some_slow
 
 FAMILIES = ["deit_ti16", "deit3_ti16", "vit_s16", "nat_isotropic_s16"]
 # Every scheme in one of the families; `test_pairs` traces all of them in all.

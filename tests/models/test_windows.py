@@ -12,7 +12,8 @@ from rope_jax.models.attention import make_window
 from rope_jax.positions import Stage, Terms, create_position
 from rope_jax_kernels import Global
 from tests.models.definition import dense, softmax, value
-from tests.models.small import abstract, pictures, run, small_model, some_slow
+from tests.models.small import abstract, pictures, run, small_model
+from tests.slow import some_slow
 
 WINDOWS = {"class_token": False, "attention": "window"}
 HEADS, HEAD_DIM = 3, 16

@@ -15,7 +15,8 @@ from rope_jax.models.layers import STORED
 from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.files import WeightsFile
 from tests.models.definition import sinusoids
-from tests.models.small import make_filled_model, run, some_slow
+from tests.models.small import make_filled_model, run
+from tests.slow import some_slow
 
 VIT = {"width": 48, "heads": 3, "depth": 2}
 STAGES = {"width": 16, "depths": (1, 2), "heads": (1, 2)}

@@ -12,8 +12,8 @@ from rope_jax.commands import cost as command
 from rope_jax.models.attention import attended_pairs
 from rope_jax.models.cost import cost
 from rope_jax_kernels import Neighborhood, Window
-from tests.models.small import some_slow
 from tests.parity.official import DATA
+from tests.slow import some_slow
 
 GOLDEN = json.loads((DATA / "golden.json").read_text())
 ISOTROPIC = {

@@ -3,9 +3,9 @@
 import pytest
 
 from rope_jax.weights import export_state_dict
-from tests.models.small import some_slow
 from tests.parity.dense import differences, find_check, goldens, load
 from tests.parity.official import assert_equal
+from tests.slow import some_slow
 
 QUICK = ["dino_losses", "msda", "upernet_heads", "vit_adapter"]
 CHECKED = [name for name in goldens() if find_check(name)]

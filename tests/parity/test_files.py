@@ -24,9 +24,9 @@ from rope_jax.weights import (
 from rope_jax.weights.convert import name_table
 from rope_jax.weights.files import open_weights
 from rope_jax.weights.metadata import Metadata
-from tests.models.small import some_slow
 from tests.parity.official import assert_equal
 from tests.parity.test_convert import assert_same
+from tests.slow import some_slow
 
 SIZES = {"width": 48, "heads": 3, "depth": 2, "num_classes": 5, "image_size": 64}
 

@@ -19,8 +19,8 @@ from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.own import OWN
 from rope_jax.weights.tables import begins
-from tests.models.small import some_slow
 from tests.parity.test_convert import as_file
+from tests.slow import some_slow
 
 VIT = {"width": 8, "heads": 1, "depth": 2}
 STAGES = {"width": 8, "depths": (1, 1), "heads": (1, 1)}

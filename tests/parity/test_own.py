@@ -16,8 +16,8 @@ from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
 from rope_jax.weights.convert import name_table
-from tests.models.small import some_slow
 from tests.parity.test_convert import VIT, all_weights, assert_near, assert_same, logits, small
+from tests.slow import some_slow
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.
 TABLES = [

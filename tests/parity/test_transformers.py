@@ -11,9 +11,10 @@ from flax import nnx
 import rope_jax
 from rope_jax.weights import export_state_dict
 from rope_jax.weights.load import load_weights
-from tests.models.small import compile_read, some_slow
+from tests.models.small import compile_read
 from tests.parity import official
 from tests.parity.test_convert import as_file
+from tests.slow import some_slow
 
 FILE = pathlib.Path(__file__).parents[1] / "data" / "transformers" / "golden.json"
 CASES = json.loads(FILE.read_text())["cases"]

@@ -20,7 +20,7 @@ from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Signals
 from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
-from tests.models.small import some_slow
+from tests.slow import some_slow
 from tests.training.recipe import CEIT, advance, assert_refused, replace_settings, start, tiny
 
 AUGMENT = "crop(pad=1)+erase(p=0.5)"

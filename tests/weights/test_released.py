@@ -26,9 +26,9 @@ from rope_jax.weights.convert import SOURCES, plan_conversion
 from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.released import find_listed, find_weights
-from tests.models.small import some_slow
 from tests.parity.test_convert import as_file
 from tests.refusals import expect_refusal
+from tests.slow import some_slow
 from tests.weights.hub import serve
 
 DATA = pathlib.Path(__file__).parents[1] / "data"

@@ -91,8 +91,6 @@ def refusal(
     if head_dim not in served:
         return f"the head dimension is {head_dim}; {', '.join(map(str, served))} are served"
     places = array.shape[1 : -3 if name == "qkv" else -2]
-    if len(places) != (1 if isinstance(pattern, Global) else 2):
-        return f"{name} has {array.ndim} dimensions, which are not those of the pattern"
     if isinstance(pattern, Window):
         boxes = make_boxes(pattern, places, head_dim)
         if boxes.tiles > (most := WINDOW_TILES[head_dim]):

@@ -37,18 +37,9 @@ class _Pattern(abc.ABC):
         """Length of `rotation.coords` for an example of this shape."""
         return math.prod(places)
 
-    def rotated_part(self, places: Places, name: str) -> str:
-        """Description of `rotation.coords` in error messages about the array called `name`."""
-        del places
-        return name
-
     @abc.abstractmethod
     def bias_shape(self, heads: int, places: Places) -> tuple[int, ...]:
         """Shape of the bias for an example of this shape."""
-
-    @abc.abstractmethod
-    def bias_layout(self, places: Places) -> str:
-        """The dimensions of the bias, in error messages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +58,6 @@ class Global(_Pattern):
     def bias_shape(self, heads: int, places: Places) -> tuple[int, int, int]:
         (tokens,) = places
         return heads, tokens, tokens
-
-    def bias_layout(self, places: Places) -> str:
-        return "[N, L, L]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,15 +114,9 @@ class Window(_Pattern):
     def rotated_tokens(self, places: Places) -> int:
         return math.prod(self.fit(places).size)
 
-    def rotated_part(self, places: Places, name: str) -> str:
-        return f"a window of {self.fit(places).size} in {name}"
-
     def bias_shape(self, heads: int, places: Places) -> tuple[int, int]:
         h, w = self.fit(places).size
         return heads, (2 * h - 1) * (2 * w - 1)
-
-    def bias_layout(self, places: Places) -> str:
-        return f"[N, (2h-1)*(2w-1)] for a window of {self.fit(places).size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +155,8 @@ class Neighborhood(_Pattern):
         object.__setattr__(self, "dilation", to_pair("dilation", self.dilation, 1))
 
     def bias_shape(self, heads: int, places: Places) -> tuple[int, int, int]:
-        del places
         kh, kw = self.size
         return heads, 2 * kh - 1, 2 * kw - 1
-
-    def bias_layout(self, places: Places) -> str:
-        return "[N, 2kh-1, 2kw-1]"
 
 
 Pattern = Global | Window | Neighborhood

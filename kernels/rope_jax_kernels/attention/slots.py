@@ -119,7 +119,6 @@ class Tiles(abc.ABC):
         columns: slots of a block.
         tiles: tiles of a map.
         blocks: blocks of keys for each tile.
-        entries: numbers of a head's bias.
         repeats: tiles of a map that share the same part of the bias.
     """
 

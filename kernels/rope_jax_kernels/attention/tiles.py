@@ -42,10 +42,6 @@ class GlobalTiles(Tiles):
     def blocks(self) -> int:
         return -(-self.length // self.columns)
 
-    @property
-    def entries(self) -> int:
-        return self.length**2
-
     def tile(self, index: Int[Array, ""]) -> Slots:
         return self._slots(index * self.rows + jnp.arange(self.rows, dtype=jnp.int32))
 
@@ -66,7 +62,7 @@ class GlobalTiles(Tiles):
         return bias.reshape(-1, self.length, self.length)
 
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
-        return gradient[:, : self.length, : self.length].reshape(-1, self.entries)
+        return gradient[:, : self.length, : self.length].reshape(-1, self.length**2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +104,6 @@ class WindowTiles(Tiles):
     @property
     def blocks(self) -> int:
         return -(-self.tokens // self.columns)
-
-    @property
-    def entries(self) -> int:
-        h, w = self.window.size
-        return (2 * h - 1) * (2 * w - 1)
 
     def tile(self, index: Int[Array, ""]) -> Slots:
         window, part = divide(index, self.parts)
@@ -308,10 +299,6 @@ class NeighborhoodTiles(Tiles):
     @property
     def blocks(self) -> int:
         return self._blocks(self.stride)
-
-    @property
-    def entries(self) -> int:
-        return (2 * self.down.kernel - 1) * (2 * self.across.kernel - 1)
 
     def tile(self, index: Int[Array, ""]) -> Slots:
         inside = jnp.arange(self.rows, dtype=jnp.int32)

@@ -194,8 +194,6 @@ def unpack_and_rotate(
         TypeError: an argument is not floating-point.
     """
     tokens, heads, head_dim = checks.check_packed(qkv)
-    if padding < 0:
-        raise ValueError(f"padding={padding} is negative; use the number of tokens to append, or 0")
     if rotation is None:
         return tuple(reference.pad_tokens(qkv[:, :, part], padding) for part in range(3))
     checks.check_rotation(rotation, tokens, heads, head_dim, "qkv")

@@ -46,7 +46,6 @@ def refusal(
 
     Mostly limits of the copy engine's addressing, and of Mosaic GPU's operations in registers.
     """
-    del layout
     angles = angle_arrays(rotation, theta)
     if reason := device.refusal_of_arrays(arrays | angles):
         return reason

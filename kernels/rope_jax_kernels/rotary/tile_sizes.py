@@ -66,13 +66,24 @@ def vector_pairs(pairs: int, head_dim: int, itemsize: int, pairing: str) -> int:
 
 
 def plan_tile(
-    batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairing: str
+    batch: int,
+    rows: int,
+    pairs: int,
+    head_dim: int,
+    itemsize: int,
+    pairing: str,
+    *,
+    most_rows: int = THREADS,
+    most_items: int = ITEMS_IN_FLIGHT,
 ) -> Tile:
-    """Plans tiles for [batch, rows] rows of `head_dim` channels, of which `pairs` pairs turn."""
+    """Plans tiles for [batch, rows] rows of `head_dim` channels, of which `pairs` pairs turn.
+
+    They have at most `most_rows` rows, a power of two or 0, and `most_items` items in flight.
+    """
     padded = power_of_two(pairs)
     threads_per_row = max(1, padded // vector_pairs(pairs, head_dim, itemsize, pairing))
-    tile_rows = max(1, THREADS // threads_per_row)
-    items = min(ITEMS_IN_FLIGHT, power_of_two(batch))
+    tile_rows = max(1, min(most_rows, THREADS // threads_per_row))
+    items = min(most_items, power_of_two(batch))
     row_tiles = -(-rows // tile_rows)
     while items > 1 and row_tiles * -(-batch // items) < PROGRAMS:
         items //= 2

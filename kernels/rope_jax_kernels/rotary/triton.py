@@ -223,5 +223,4 @@ def refusal(
     layout: str | None = None,
 ) -> str | None:
     """The reason why the kernel cannot serve a call with these arguments, or None."""
-    del pairing, layout
     return device.refusal_of_arrays(arrays | angle_arrays(rotation, theta)) or device.refusal()

@@ -8,7 +8,6 @@ frequencies needs are saved without a copy. Tokens of zeros that an attention ne
 the last one are written in the same pass, and not read on the way back.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -35,17 +34,9 @@ def plan_tile(
 
     Whole rows of three arrays are in flight here, and not only the turning part of two.
     """
-    tile = tile_sizes.plan_tile(batch, rows, pairs, head_dim, itemsize, pairing)
     most = tile_sizes.THREADS * BYTES_IN_FLIGHT // (power_of_two(head_dim) * itemsize)
-    while tile.rows > max(1, most):
-        tile = dataclasses.replace(tile, rows=tile.rows // 2)
-    steps = 1
-    while (
-        steps < tile_sizes.MOST_STEPS
-        and pl.cdiv(rows, tile.rows) * pl.cdiv(batch, 2 * steps) >= tile_sizes.PROGRAMS
-    ):
-        steps *= 2
-    return dataclasses.replace(tile, items=1, steps=steps)
+    sizes = batch, rows, pairs, head_dim, itemsize, pairing
+    return tile_sizes.plan_tile(*sizes, most_rows=most, most_items=1)
 
 
 def moving_kernel(
@@ -138,7 +129,6 @@ def launch(
         The arrays, and with `saved` the partial sums of the gradient of theta, [G, L * N, R]
         float32 (otherwise None).
     """
-    del in_place
     (batch, _, head_dim), dtype, pairs = arrays[0].shape, arrays[0].dtype, angles[1].shape[2]
     unpacks = len(arrays) == 1
     written = (rows.tokens + (rows.padding if unpacks else 0)) * rows.heads
@@ -187,5 +177,4 @@ def refusal(
     padding: int = 0,
 ) -> str | None:
     """The reason why the kernel cannot serve a call with these arguments, or None."""
-    del padding
     return triton.refusal(arrays, rotation=rotation)

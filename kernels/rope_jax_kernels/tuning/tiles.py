@@ -54,7 +54,6 @@ def attention_tiles(training: bool, arguments: dict[str, Any]) -> list[TileSizes
 
 def rotation_tiles(training: bool, arguments: dict[str, Any]) -> list[TileSizes]:
     """(rows, items, steps, warps); the backward pass has the tile of the forward pass."""
-    del training
     x = next(iter(select_data(arguments).values()))
     angles = angle_arrays(arguments.get("rotation"), arguments.get("theta"))
     pairs, head_dim = list(angles.values())[-1].shape[-1], x.shape[-1]
