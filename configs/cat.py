@@ -42,7 +42,7 @@ def get_config(arguments: str | None = None):
     variant is cat_5, a baseline of table 1 (vit, dinov2 or beit), swinv2_t, or another
     model; position None is the model's own scheme.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         variant="cat_5",
         position=None,
@@ -52,7 +52,6 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=234,
     )
-    config = cfg.default(**args)
     model, options, batch = BASELINES.get(args.variant, (args.variant, "", 128))
     config.batch_size = batch
     config.dtype = "bfloat16"
@@ -62,7 +61,6 @@ def get_config(arguments: str | None = None):
 
     config.data.mean = (0.0, 0.0, 0.0)
     config.data.std = (1.0, 1.0, 1.0)
-    config.data.workers = 16
     config.data.augment = "stretch(interpolation=bilinear)"
 
     config.optim.learning_rate = 3e-4

@@ -42,7 +42,7 @@ def get_config(arguments: str | None = None):
     erasing the probability of random erasing, epochs those of the cosine; position None is the
     model's own scheme.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"dataset": SETS, "optimizer": ("adamw", "sgd")},
         variant="cct_7_3x1",
@@ -57,13 +57,11 @@ def get_config(arguments: str | None = None):
         seed=121,
     )
     rate, start, mixed, mean, std = SETS[args.dataset]
-    config = cfg.default(**args)
     config.epochs = args.epochs + 10
     config.batch_size = 128
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
 
-    config.model.name = args.variant
     if args.position is not None:
         config.model.position = cfg.with_options(args.position, "ape", std=0.2, resize="bilinear")
 

@@ -44,7 +44,7 @@ def get_config(arguments: str | None = None):
 
     variant is ti, s, b or l; stage is pretrain or finetune.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         variant="s",
         position="rope_mixed",
@@ -74,7 +74,6 @@ def get_config(arguments: str | None = None):
     resolution, rate, drop_path = (
         (224, 1e-5, FINETUNE[args.variant]) if finetune else PRETRAIN[args.variant]
     )
-    config = cfg.default(**args)
     config.epochs = args.epochs or (20.0 if finetune else 400.0)
     config.batch_size = 512 if finetune else 2048
     config.dtype = "bfloat16"
@@ -87,7 +86,6 @@ def get_config(arguments: str | None = None):
 
     config.data.image_size = args.resolution or resolution
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.repeats = 1 if finetune else 3
     if finetune:
         config.data.augment = (

@@ -20,9 +20,8 @@ def get_config(arguments: str | None = None):
     that of the model and of the evaluation.
     """
     settings = {"position": "rope_mixed", "epochs": 60.0, "seed": 0, "resolutions": "8"}
-    args = cfg.recipe_arguments(arguments, **settings)
+    args, config = cfg.recipe_arguments(arguments, **settings)
     first, *others = cfg.recipe_sides(args.resolutions)
-    config = cfg.default(**args)
     config.batch_size = 128
     config.label_smoothing = 0.1
     config.log_every = 50

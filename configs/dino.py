@@ -61,7 +61,7 @@ def get_config(arguments: str | None = None):
     None for 14 (ViT) or 7 (Swin); resolution is that of the weights to start from, for which tables
     of positions are made. Images have the sizes of `canvases`.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="vit_b",
@@ -76,7 +76,6 @@ def get_config(arguments: str | None = None):
     model, options, drop_path = VARIANTS[args.variant]
     window = f"window_size={args.window_size or (7 if model.startswith('swin') else 14)}"
     model_options = (options, window, "window_padding=tokens", f"drop_path={drop_path}")
-    config = cfg.default(**args)
     config.batch_size = 16
     config.dtype = "bfloat16"
 
@@ -87,7 +86,6 @@ def get_config(arguments: str | None = None):
     config.data.canvases = ((800, 1344), (1344, 800), 1088, 1216, 1344)
     config.data.max_boxes = 100
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = "detr_crop+flip"
 
     config.optim.name = "adamw"

@@ -32,7 +32,7 @@ def get_config(arguments: str | None = None):
     path is the folder of the four files, backbone one of BACKBONES; position None is rope_mixed for
     the ViT and the model's own scheme for others. augment is the setting data.augment.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"backbone": BACKBONES},
         path=None,
@@ -43,7 +43,6 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     name, options, image_size, resolutions = BACKBONES[args.backbone]
-    config = cfg.default(**args)
     config.batch_size = 48
     config.label_smoothing = 0.1
     config.log_every = 100

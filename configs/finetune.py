@@ -26,7 +26,7 @@ def get_config(arguments: str | None = None):
     Also batch_size and seed. rate is the learning rate for a batch of 256; position None is the
     model's own scheme, which must be that of the weights.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         model="deit3_s16",
         weights=None,
@@ -45,7 +45,6 @@ def get_config(arguments: str | None = None):
             "recipe argument weights= is missing: the weights to start from, `released` for the "
             "authors', a file, a hub id, or the workdir of a run"
         )
-    config = cfg.default(**args)
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
     config.init_from = args.weights

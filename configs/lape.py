@@ -40,7 +40,7 @@ def get_config(arguments: str | None = None):
     variant is a model of the four families; position None is the family's embedding in LaPE;
     epochs are those of the cosine.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         variant="deit_ti16",
         position=None,
@@ -57,19 +57,16 @@ def get_config(arguments: str | None = None):
             f"its family is not one of {', '.join(FAMILIES)}"
         )
     batch_size, rate, least, decay, warmup, cooldown, crop = FAMILIES[family]
-    config = cfg.default(**args)
     config.epochs = args.epochs + cooldown
     config.batch_size = batch_size
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
     config.ema_decay = 0.99996 if family == "t2t" else None
 
-    config.model.name = args.variant
     inner = "sincos1d" if family == "t2t" else "ape"  # T2T-ViT's is a frozen sinusoid
     config.model.position = args.position or f"lape({inner})"
 
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.repeats = 3 if family in ("deit", "ceit") else 1
     kernel = "random" if family == "t2t" else "bicubic"
     config.data.augment = (

@@ -37,7 +37,7 @@ def get_config(arguments: str | None = None):
 
     variant is swin_s or swin_b; resolution is the side of the crop.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="swin_s",
@@ -48,16 +48,13 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    config = cfg.default(**args)
     config.batch_size = 16
     config.dtype = "bfloat16"
 
-    config.model.name = args.variant
     config.model.head = "mask2former"
     config.model.options = "drop_path=0.3,window_padding=tokens"
 
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = (
         f"scaled_crop(low=0.5,high=2.0,short={args.resolution},long={4 * args.resolution},"
         "share=1.0)+flip+photometric"

@@ -44,7 +44,7 @@ def get_config(arguments: str | None = None):
     variant is adapter_ti or adapter_s; resolution is that of the weights to start from, for which
     tables of positions are made. Images have the sizes of `canvases`.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="adapter_s",
@@ -56,7 +56,6 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     model, drop_path = VARIANTS[args.variant]
-    config = cfg.default(**args)
     config.batch_size = 8
 
     config.model.name = model
@@ -70,7 +69,6 @@ def get_config(arguments: str | None = None):
     config.data.canvases = ((800, 1024), (1024, 800), 1024, (800, 1344), (1344, 800), 1344)
     config.data.max_boxes = 100
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = "detr_crop(window=1024)+flip"
 
     config.optim.name = "adamw"

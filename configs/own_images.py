@@ -21,7 +21,7 @@ def get_config(arguments: str | None = None):
     otherwise; position None is the model's own scheme, batch the images in a step; the learning
     rate, 1e-3 for 512 of them, is scaled with it.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         path=None,
         source=None,
@@ -32,7 +32,6 @@ def get_config(arguments: str | None = None):
         batch=256,
         seed=0,
     )
-    config = cfg.default(**args)
     config.batch_size = args.batch
     config.label_smoothing = 0.1
 

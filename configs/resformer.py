@@ -38,7 +38,7 @@ def get_config(arguments: str | None = None):
     variant is ti, s or b; resolutions are pixels joined by +, of which the first is that of the
     evaluation; position None is the model's own; epochs 0 are those of the variant.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="s",
@@ -51,7 +51,6 @@ def get_config(arguments: str | None = None):
     )
     rate, epochs, warmup, drop_path, clip = VARIANTS[args.variant]
     first, *others = cfg.recipe_sides(args.resolutions)
-    config = cfg.default(**args)
     config.epochs = args.epochs or epochs
     config.batch_size = 1024
     config.dtype = "bfloat16"
@@ -65,7 +64,6 @@ def get_config(arguments: str | None = None):
     config.data.image_size = first
     config.data.more_sizes = tuple(others)
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.repeats = 3
     config.data.augment = (
         "resized_crop(interpolation=bicubic)+flip"

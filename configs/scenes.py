@@ -18,10 +18,9 @@ from rope_jax import config as cfg
 
 def get_config(arguments: str | None = None):
     """Arguments: position (a scheme), head, epochs, seed."""
-    args = cfg.recipe_arguments(
+    _, config = cfg.recipe_arguments(
         arguments, position="rope_mixed", head="linear(cells=4)", epochs=40.0, seed=0
     )
-    config = cfg.default(**args)
     config.batch_size = 8
     config.log_every = 500
     config.checkpoint_every = 2500

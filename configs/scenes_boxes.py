@@ -17,10 +17,9 @@ from rope_jax import config as cfg
 
 def get_config(arguments: str | None = None):
     """Arguments: position (a scheme), init_from (a run of `scenes` with it), epochs, seed."""
-    args = cfg.recipe_arguments(
+    _, config = cfg.recipe_arguments(
         arguments, position="rope_mixed", init_from="runs/scenes", epochs=8.0, seed=0
     )
-    config = cfg.default(**args)
     config.batch_size = 8
     config.log_every = 250
     config.checkpoint_every = 1000

@@ -14,7 +14,7 @@ from rope_jax import config as cfg
 
 def get_config(arguments: str | None = None):
     """Arguments: position (a scheme), init_from (a run of `scenes` with it), epochs, seed."""
-    args = cfg.recipe_arguments(
+    args, _ = cfg.recipe_arguments(
         arguments, position="rope_mixed", init_from="runs/scenes", epochs=4.0, seed=0
     )
     config = cfg.load_recipe(cfg.with_arguments("scenes_boxes", **args))

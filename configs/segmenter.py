@@ -34,7 +34,7 @@ def get_config(arguments: str | None = None):
 
     variant is a model of DeiT; resolution is the side of the crop.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         variant="deit_ti16",
         position="ape",
@@ -44,18 +44,15 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    config = cfg.default(**args)
     config.batch_size = 8
     config.dtype = "bfloat16"
     config.loss_pixels = "valid"
 
-    config.model.name = args.variant
     config.model.position = cfg.with_options(args.position, "ape", resize="bilinear")
     config.model.head = "segmenter"
     config.model.options = "norm_epsilon=1e-5,drop_path=0.1"
 
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = (
         f"scaled_crop(low=0.5,high=2.0,short={args.resolution},long={4 * args.resolution},"
         "share=0.75)+flip+photometric"

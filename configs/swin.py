@@ -33,7 +33,7 @@ def get_config(arguments: str | None = None):
 
     position None is the model's own scheme, and resolution 0 that of the original.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         variant="swin_t",
         position=None,
@@ -46,18 +46,15 @@ def get_config(arguments: str | None = None):
     )
     native, position = (256, "cpb") if args.variant.startswith("swinv2") else (224, "rpb")
     resolution = args.resolution or native
-    config = cfg.default(**args)
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
 
-    config.model.name = args.variant
     config.model.position = args.position or position
     if resolution != native:
         config.model.options = "window_size=None"  # a thirty-second of the image: 12 tokens at 384
 
     config.data.image_size = resolution
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = (
         "resized_crop(interpolation=bicubic)+flip"
         "+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)+erase(p=0.25)"

@@ -31,7 +31,7 @@ def get_config(arguments: str | None = None):
 
     variant is a model, epochs those of the cosine, base table or nat.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"base": ("table", "nat")},
         variant="nat_mini",
@@ -44,18 +44,15 @@ def get_config(arguments: str | None = None):
         seed=42,
     )
     table_base = args.base == "table" and args.variant.endswith(("_base", "_b", "_b16"))
-    config = cfg.default(**args)
     config.epochs = args.epochs + 10
     config.batch_size = 1024
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1
     config.ema_decay = 0.9998 if table_base else None
 
-    config.model.name = args.variant
     config.model.position = cfg.with_options(args.position, "rpb", decay=True)
 
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = (
         "resized_crop(interpolation=random)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"
     )

@@ -31,7 +31,7 @@ def get_config(arguments: str | None = None):
 
     path is the .npz file, backbone one of BACKBONES; position None is the model's own scheme.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"backbone": BACKBONES},
         path=None,
@@ -41,7 +41,6 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     name, options = BACKBONES[args.backbone]
-    config = cfg.default(**args)
     config.batch_size = 256
     config.dtype = "bfloat16"
     config.label_smoothing = 0.1

@@ -46,7 +46,7 @@ def get_config(arguments: str | None = None):
     variant is b, l, adapter_ti or adapter_s; position None is rope_mixed for Heo et al.'s ViTs and
     lape(ape) for LaPE's adapters; resolution is the side of the crop.
     """
-    args = cfg.recipe_arguments(
+    args, config = cfg.recipe_arguments(
         arguments,
         {"variant": VARIANTS},
         variant="b",
@@ -58,7 +58,6 @@ def get_config(arguments: str | None = None):
         seed=0,
     )
     model, head, batch_size, rate, layer_decay, drop_path = VARIANTS[args.variant]
-    config = cfg.default(**args)
     config.batch_size = batch_size
     config.dtype = "bfloat16"
     config.loss_pixels = "all"
@@ -70,7 +69,6 @@ def get_config(arguments: str | None = None):
     config.model.options = "" if drop_path is None else f"drop_path={drop_path}"
 
     config.data.update(cfg.IMAGENET)
-    config.data.workers = 16
     config.data.augment = (
         f"scaled_crop(low=0.5,high=2.0,short={args.resolution},long={4 * args.resolution},"
         "share=0.75)+flip+photometric"

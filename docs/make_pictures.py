@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,8 +21,8 @@ from benchmarks.evidence import SEEDS
 from docs.results import ROOT, newest, read_results
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import Size
-from rope_jax.evaluate.curves import COLOURS, RESOLUTION, WIDTH, draw_by_resolution, picture
-from rope_jax.evaluate.results import main_score, score_name
+from rope_jax.evaluate.curves import RESOLUTION, WIDTH, draw_by_resolution, picture
+from rope_jax.evaluate.results import main_score, row_task
 
 FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
@@ -33,10 +32,6 @@ CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape
 TINY_CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", "axial_rope", "axial_rope(k_rope=8)")
 _INTERPOLATED = ["rope2d(extend=interpolate)", "rope_mixed(extend=interpolate)"]
 INTERPOLATED_CURVES = ("ape", "rope2d", "rope_mixed", *_INTERPOLATED)
-VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
-TRAINED, MARGIN = "as trained", 0.5  # points by which a model may be worse that is "as good"
-VERDICT = re.compile(rf"({TRAINED}|\d+ px): (\S+) ± (\S+), ([a-z ]+)")
-RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
 
 
@@ -53,32 +48,9 @@ def draw_by_scheme(figure: Figure, result: Result, schemes: Sequence[str] = CURV
                 scores = measured[run["position"]].setdefault(tuple(row["resolution"]), [])
                 scores.append(100 * row[main_score(row)])
     curves = {scheme: curve for scheme, curve in measured.items() if curve}
-    label = f"{score_name(result['runs'][0]['eval'][0])} (%), 95 % interval over seeds"
+    task = row_task(result["runs"][0]["eval"][0])
+    label = f"{task.score_name} (%), 95 % interval over seeds"
     plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
-
-
-def draw_by_rule(figure: Figure, result: Result) -> None:
-    """Plots accuracy over resolution, with a plot per scheme and a curve per rule of `extend`.
-
-    At the training resolution all rules are the same; rules with options are left out.
-    """
-    schemes: dict[str, Curves] = {}
-    for run in result["runs"]:
-        trained = tuple(run["eval"][0]["resolution"])
-        for row in run.get("rules", []):
-            curves = schemes.setdefault(run["position"], {rule: {trained: []} for rule in RULES})
-            size = tuple(row["resolution"])
-            for rule in RULES if size == trained else {row["rule"]} & curves.keys():
-                curves[rule].setdefault(size, []).append(100 * row["score"])
-    plots = figure.subplots(-(-len(schemes) // 2), 2, sharex=True, sharey=True)
-    for axes, (scheme, curves) in zip(plots.flat, schemes.items(), strict=True):
-        plot(axes, curves)
-        axes.set_title(scheme, fontsize=9)
-        axes.tick_params("x", labelrotation=90)
-    for axes in plots[:, 0]:
-        axes.set_ylabel("top-1 (%), 95 % interval")
-    for axes in plots[-1]:
-        axes.set_xlabel("pixels; grey: training")
 
 
 def plot(axes: Axes, curves: Curves) -> None:
@@ -88,35 +60,6 @@ def plot(axes: Axes, curves: Curves) -> None:
         for name, curve in curves.items()
     }
     draw_by_resolution(axes, means)
-
-
-def draw_claims(figure: Figure, result: Result) -> None:
-    """Plots the difference of each claim with its interval, and the threshold of the claim.
-
-    They are those of the result's table of verdicts, in tenths of a point; schemes without a model
-    are those of the ViT.
-    Differences beyond the training resolution are much larger, and have a separate plot.
-    """
-    points = [
-        (claim.replace("`", "").replace("vit with ", "").replace(" with ", ", "), *verdict.groups())
-        for claim, _, verdicts in result["tables"][1]["rows"]
-        for verdict in VERDICT.finditer(verdicts)
-    ]
-    groups = [[x for x in points if (x[1] == TRAINED) == trained] for trained in (True, False)]
-    plots = figure.subplots(len(groups), height_ratios=[*map(len, groups)])
-    for axes, group in zip(plots, groups, strict=True):
-        for place, (claim, _, difference, half_width, verdict) in enumerate(group):
-            style = {"color": VERDICTS[verdict], "marker": "o", "markersize": 4}
-            axes.errorbar(float(difference), place, xerr=float(half_width), **style)
-            threshold = -MARGIN if " as good as " in claim else 0.0
-            axes.vlines(threshold, place - 0.5, place + 0.5, color="0.4", linewidth=1)
-        labels = [claim + (f" at {at}" if at != TRAINED else "") for claim, at, *_ in group]
-        axes.set_yticks(range(len(group)), labels, fontsize=7)
-        axes.set_ylim(len(group) - 0.5, -0.5)
-        axes.grid(axis="x")
-    for name, colour in VERDICTS.items():
-        plots[0].plot([], [], "o", color=colour, label=name)
-    plots[-1].set_xlabel("difference in points, 95 % interval", fontsize=9)
 
 
 class Picture(NamedTuple):
@@ -176,22 +119,6 @@ PICTURES = [
         {"part": "fashion_crops"},
         "A small ViT on Fashion-MNIST, trained on random crops",
         draw_by_scheme,
-    ),
-    Picture(
-        "claims.png",
-        "evidence",
-        {"part": "fashion"},
-        "The papers' claims on Fashion-MNIST",
-        draw_claims,
-        7.9,
-    ),
-    Picture(
-        "rules.png",
-        "evidence",
-        {"part": "fashion"},
-        "Rotary embeddings beyond the training resolution",
-        draw_by_rule,
-        6.0,
     ),
 ]
 

@@ -16,11 +16,11 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks._runner import Result
-from docs.paper_tables import late_claims, papers
+from docs.paper_tables import papers
 from docs.results import ROOT, newest, origin, read_results
 from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
-from rope_jax.commands.positions import markdown
+from rope_jax.commands import positions
 from rope_jax.commands.weights import scores
 from rope_jax.names.text import markdown_table
 from rope_jax.weights import ReleasedWeights, list_weights
@@ -103,13 +103,18 @@ def weights() -> str:
     return markdown_table(header, [list(map(cell, row)) for row in rows])
 
 
+def schemes() -> str:
+    """The schemes, as `rope_jax positions` lists them."""
+    rows = [(f"`{name}`", *cells) for name, *cells in positions.rows()]
+    return markdown_table(positions.HEADER, rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "weights": weights,
-    "schemes": markdown,
+    "schemes": schemes,
     "scheme_options": scheme_options,
     "recipe": recipe,
     "papers": papers,
-    "late_claims": late_claims,
     "costs": costs,
     "commands": commands,
 }

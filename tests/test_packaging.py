@@ -118,8 +118,8 @@ def test_the_command_works_without_a_clone(installed, tmp_path):
     assert "12x12" in command("evaluate", "run", "--resolutions=12")
     command("report", "run", "--out=page")
     assert (tmp_path / "page" / "report.html").exists()
-    command("export", "run", "--out=model.bin", "--platforms=cpu")
-    assert (tmp_path / "model.bin").exists()
+    command("export", "run", "--out=new/model.bin", "--platforms=cpu")
+    assert (tmp_path / "new" / "model.bin").exists()
 
 
 PROGRAM = """

@@ -170,13 +170,8 @@ def attention_maps(
             token, or for the centre of the map in models without one.
 
     Raises:
-        ValueError: if the query is outside [0, 1], or the model's attention has no softmax.
+        ValueError: if the model's attention has no softmax.
     """
-    if query is not None and not all(0 <= place <= 1 for place in query):
-        raise ValueError(
-            f"query={query} must be two numbers (y, x) from 0 to 1: "
-            "fractions of the image's height and width"
-        )
 
     def read(layer: AttentionLayer) -> Array:
         height, width = layer.grid

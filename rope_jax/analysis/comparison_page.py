@@ -31,8 +31,7 @@ from rope_jax.evaluate.results import (
     class_names,
     class_score,
     main_score,
-    score_name,
-    score_titles,
+    row_task,
 )
 from rope_jax.names.text import format_table, size_text
 from rope_jax.runs.loading import load_run
@@ -69,7 +68,7 @@ def _draw_picture(
 def _accuracy(groups: Groups, estimates: Estimates, out: pathlib.Path) -> list[str]:
     """Table and picture of accuracy at each resolution."""
     first = _all_runs(groups)[0].rows[0]
-    label, name = score_name(first), main_score(first)
+    label, name = row_task(first).score_name, main_score(first)
     over_images = ", Wilson's over images for a single run"
     alone = over_images if name in FRACTIONS else "; a single run has none"
     text = (
@@ -129,7 +128,7 @@ def _differences(groups: Groups, estimates: Estimates, out: pathlib.Path) -> lis
     if not estimates:
         return []
     base, first = next(iter(groups)), _all_runs(groups)[0].rows[0]
-    label = score_name(first)
+    label = row_task(first).score_name
     single = "Newcombe's over images, as if each run had been tested on images of its own"
     text = (
         f"Difference in {label} from {base}, in percentage points, with intervals of 95 %: of "
@@ -209,7 +208,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     """Results with further crops, and those of `python -m rope_jax.evaluate`."""
     seed_counts = collections.Counter(run.workdir for run in runs)
     first = runs[0].rows[0]
-    titles = {name: title for name, title in score_titles(first).items() if name in first}
+    titles = {name: title for name, title in row_task(first).titles.items() if name in first}
     _, *others = titles
     rows = []
     for run in runs:
@@ -229,19 +228,15 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     return [table(header, rows)] if rows else []
 
 
-def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[str]:
-    """The pictures of `python -m rope_jax.analysis` in the workdirs, copied into `out`."""
+def _analyses(runs: Sequence[RunResults]) -> list[str]:
+    """The pictures of `python -m rope_jax.analysis` in the workdirs."""
     models = {run.workdir: run.config.model for run in runs}
-    names = collections.Counter(workdir.name for workdir in models)
-    blocks = []
-    for number, (workdir, model) in enumerate(models.items(), 1):
-        label = workdir.name if names[workdir.name] == 1 else f"{workdir.name}_{number}"
-        for name, caption in _PICTURES.items():
-            copy = out / f"{label}_{name}.png"
-            if (drawn := workdir / f"{name}.png").exists():
-                copy.write_bytes(drawn.read_bytes())
-                blocks.append(picture(copy, f"{model.name} with {model.position}: {caption}"))
-    return blocks
+    return [
+        picture(path, f"{model.name} with {model.position}: {caption}")
+        for workdir, model in models.items()
+        for name, caption in _PICTURES.items()
+        if (path := workdir / f"{name}.png").exists()
+    ]
 
 
 def _runs(runs: Sequence[RunResults]) -> list[str]:
@@ -285,12 +280,12 @@ def print_report(groups: Groups, out: pathlib.Path) -> None:
         "Training": _training(groups, out),
         "Classes": _classes(groups),
         "Further evaluations": _evaluations(runs),
-        "Attention and position": _analyses(runs, out),
+        "Attention and position": _analyses(runs),
         "Runs": _runs(runs),
     }
     models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
     (out / "report.html").write_text(to_html(f"Positional schemes compared: {models}", sections))
-    label = score_name(runs[0].rows[0])
+    label = row_task(runs[0].rows[0]).score_name
     print(f"{label} (%) at test resolution; trained at the first one\n\n{text}\n")
     print(f"table: {out / 'comparison.txt'}")
     if available():

@@ -28,11 +28,12 @@ def frequencies(position: Position, grid: Grid) -> Float[np.ndarray, "layers N A
 
     Args:
         position: the scheme of one stage: `model.position`, or that of an entry of `model.stages`.
-        grid: (H, W) of the map, on which the spacing of tokens may depend; at least 2 x 2.
+        grid: (H, W) of the map, on which the spacing of tokens may depend.
 
     Returns:
         Radians per token in float64. The axis of layers or of heads is 1 if all share their
-        frequencies. Axes are (y, x); a scheme in raster order has one.
+        frequencies. Axes are (y, x); a scheme in raster order has one. Along a side of one token
+        they are 0.
 
     Raises:
         ValueError: the scheme has no rotation by coordinates.
@@ -47,8 +48,9 @@ def frequencies(position: Position, grid: Grid) -> Float[np.ndarray, "layers N A
     pattern = position.stage.pattern
     rows, columns = pattern.fit(grid).size if hasattr(pattern, "fit") else grid
     coords = np.asarray(jax.device_get(rotation.coords), np.float64)
-    coords = coords[-rows * columns :].reshape(rows, columns, -1)
-    down, right = coords[1, 0] - coords[0, 0], coords[0, 1] - coords[0, 0]
+    length = rows * columns
+    coords = coords[-length:].reshape(length, -1)
+    right, down = (coords[step % length] - coords[0] for step in (1, columns))
     spacing = [down[0], right[1]] if coords.shape[-1] == 2 else [right[0]]
     freqs = rotation.freqs
     freqs = freqs.value if isinstance(freqs, PerLayer) else freqs[None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rope_jax.config import Config, model_overrides, resolve_stored, settings
 from rope_jax.evaluate import read_evaluations, read_results
-from rope_jax.evaluate.results import Row, score_name
+from rope_jax.evaluate.results import Row, row_task
 from rope_jax.models.registry import find_model
 from rope_jax.names import plugins
 from rope_jax.system.files import read_json
@@ -81,7 +81,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             dataclasses.replace(config, seed=seed, seeds=1),
             step,
             [row for row in rows if row.get("seed", seed) == seed],
-            [row for row in others if row["asked"].get("seed", config.seed) == seed],
+            [row for row in others if row.get("asked", {}).get("seed", config.seed) == seed],
             [seed_metrics(line, seed) for line in metrics],
         )
         for seed in config.all_seeds
@@ -98,7 +98,7 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
     Raises:
         ValueError: two runs have the same config and seed, or are of different tasks.
     """
-    workdirs = {score_name(run.rows[0]): run.workdir for run in runs}
+    workdirs = {row_task(run.rows[0]).score_name: run.workdir for run in runs}
     if len(workdirs) > 1:
         (score, workdir), (other_score, other), *_ = workdirs.items()
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from rope_jax.config import ConfigError, in_one_line, read_settings, settings_help
 from rope_jax.data import BadImages
-from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
+from rope_jax.data.sources import IN_MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
 from rope_jax.names import plugins
 from rope_jax.names.options import CountOrZero, describe, find_options, read
@@ -264,7 +264,7 @@ def add_image_set(parser: argparse.ArgumentParser) -> None:
     add(
         "--source",
         required=True,
-        choices=sorted(SOURCES.keys() - MEMORY.keys() - DRAWN.keys()),
+        choices=sorted(SOURCES.keys() - IN_MEMORY),
         help="form of the images, see rope_jax.data.load",
     )
     add("--path", required=True, help="of the images")

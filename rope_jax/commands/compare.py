@@ -133,7 +133,7 @@ def plan(args: argparse.Namespace) -> dict[pathlib.Path, Config]:
         nnx.eval_shape(lambda config=config: create(complete(config, images)))
     on_device = args.settings.get("data.on_device")
     if args.seeds > 1 and on_device is None:
-        on_device = _fit_on_device(images, first.data.augment)
+        on_device = not first.data.more_sizes and _fit_on_device(images, first.data.augment)
     if args.seeds > 1 and on_device:  # all seeds of a row are trained in one step
         return {
             args.out / f"{name}-seeds{args.seeds}": dataclasses.replace(

@@ -35,7 +35,7 @@ from rope_jax.evaluate.results import class_score, class_table, read_evaluations
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import LoadedModel, load_model
-from rope_jax.system.sharding import make_mesh, process_shard, start_devices
+from rope_jax.system.sharding import make_mesh, start_devices
 from rope_jax.tasks import TASKS, Task, find_task
 from rope_jax.training.kernels import kernels_of_run
 
@@ -173,14 +173,13 @@ def _evaluate(args: argparse.Namespace) -> None:
             ).record(_identity(args, loaded), out)
             for size in sizes
         ]
-    if process_shard()[0] == 0:
-        print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
-        print(results_table(rows, _published(loaded, args.dataset)))
-        if class_score(rows[0]) is not None:
-            print(f"\n{class_table(rows)}")
-        if loaded.released is not None:
-            print(f"\npublished of these weights, in percent: {scores(loaded.released)}")
-        print(f"\nrows: {out}")
+    print(f"{loaded.title}, {loaded.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
+    print(results_table(rows, _published(loaded, args.dataset)))
+    if class_score(rows[0]) is not None:
+        print(f"\n{class_table(rows)}")
+    if loaded.released is not None:
+        print(f"\npublished of these weights, in percent: {scores(loaded.released)}")
+    print(f"\nrows: {out}")
 
 
 def _published(loaded: LoadedModel, dataset: str | None) -> dict[int, float]:

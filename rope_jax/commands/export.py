@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors(extra="export"):
         loaded = load_model(args)
         size = image_pair(args.resolution) if args.resolution else loaded.image_size
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         export(
             loaded.at(size),
             args.out,

@@ -11,10 +11,9 @@ import textwrap
 from rope_jax.commands.arguments import command_parser
 from rope_jax.commands.models import parameters
 from rope_jax.models.registry import find_model
-from rope_jax.names.text import markdown_table
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
 
-HEADER = ("scheme", "formula", "acts", "on another map", "source")
+HEADER = ("scheme", "formula", "acts", "at other resolutions", "source")
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -25,11 +24,6 @@ def rows() -> list[tuple[str, ...]]:
         paper = vars(cls).get("paper", "")  # not the paper of a base class
         table_rows.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], paper))
     return table_rows
-
-
-def markdown() -> str:
-    """Returns the table as Markdown."""
-    return markdown_table(HEADER, [(f"`{name}`", *cells) for name, *cells in rows()])
 
 
 def count_parameters(model: str, position: str) -> str:
@@ -43,8 +37,8 @@ def count_parameters(model: str, position: str) -> str:
 def listing(model: str | None = None) -> str:
     """The table as lines of at most 100 characters: what a scheme does, its formula, its source.
 
-    >>> print(listing().splitlines()[0])
-    alibi2d: added to the attention logits; on another map: extrapolated: the same step per patch
+    >>> listing().splitlines()[0].split("; ")[1]
+    'at other resolutions: extrapolated: the same step per patch'
 
     Args:
         model: name of a model, in which the scheme's parameters are counted.
@@ -53,7 +47,7 @@ def listing(model: str | None = None) -> str:
     for name, equation, acts, resolution, paper in rows():
         counted = "" if model is None else f" ({count_parameters(model, name)} parameters)"
         indented = functools.partial(textwrap.wrap, width=100, subsequent_indent=" " * 6)
-        lines += indented(f"{name}{counted}: {acts}; on another map: {resolution}")
+        lines += indented(f"{name}{counted}: {acts}; at other resolutions: {resolution}")
         lines += indented(equation, initial_indent=" " * 4)
         lines += indented(paper, initial_indent=" " * 4)
     return "\n".join(lines)
@@ -65,13 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--model", help="count the scheme's parameters in this model, see rope_jax.list_models()"
     )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the table of docs/schemes.md"
-    )
     flags = parser.parse_args(arguments)
-    if flags.markdown:
-        print(markdown(), end="")
-        return
     with parser.one_line_errors():
         if flags.model is not None:
             find_model(flags.model)

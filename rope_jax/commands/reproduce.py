@@ -51,11 +51,10 @@ from rope_jax.names.options import Count, Probability, Range
 from rope_jax.names.text import closest, format_table
 from rope_jax.papers.declared import ARTIFACTS, DECLARED, find_artifacts, result, sides_by_model
 from rope_jax.papers.images import is_packed, unpack
-from rope_jax.papers.kinds import Artifact, key_names
+from rope_jax.papers.kinds import Artifact
 from rope_jax.papers.lab import IMAGENET_SETS, Job, Lab
 from rope_jax.papers.page import progress, write_pages
 from rope_jax.papers.plan import estimate, total_hours
-from rope_jax.papers.tables import Table
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import run
 from rope_jax.system.compilation import compile_quickly, keep_compiled
@@ -140,7 +139,7 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
         if not (args.ids or args.plan):
             print(format_table(*_list(artifacts, lab)))
             return
-        if lab.needs_data and not (args.plan and lab.scale == "full"):
+        if not (lab.small_scale or lab.given or lab.data or (args.plan and lab.scale == "full")):
             images = {
                 "released": "the folder of ImageNet's validation images, by class",
                 "full": "the folder of ImageNet; --plan prints the commands",
@@ -249,15 +248,13 @@ def _check_names(calls: Sequence[Call]) -> None:
 
 def _only(artifacts: list[Artifact], lab: Lab) -> list[Artifact]:
     """The artifacts that have a row or line of --only."""
-    every, names = dataclasses.replace(lab, only=()), set()
-    for artifact in artifacts:
-        names |= {name for run in artifact.runs(every) for name in run.names}
-        keys = artifact.keys(every).values() if isinstance(artifact, Table) else ()
-        names |= {name for key, _ in keys for name in key_names(key)}
+    every = dataclasses.replace(lab, only=())
+    names = {artifact.id: artifact.row_names(every) for artifact in artifacts}
+    known = sorted(set().union(*names.values()))
     for name in lab.only:
-        if name not in names:
-            raise ConfigError(f"--only={name} matches no row; {closest(name, sorted(names))}")
-    return [artifact for artifact in artifacts if artifact.wanted(lab)]
+        if name not in known:
+            raise ConfigError(f"--only={name} matches no row; {closest(name, known)}")
+    return [artifact for artifact in artifacts if not names[artifact.id].isdisjoint(lab.only)]
 
 
 def _jobs(artifacts: list[Artifact], lab: Lab) -> list[Job]:
@@ -269,7 +266,7 @@ def _jobs(artifacts: list[Artifact], lab: Lab) -> list[Job]:
 def _list(artifacts: list[Artifact], lab: Lab) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Commands of each scale, their hours at --scale, and the cells filled in the workdir."""
     path = lab.workdir / "results.json"
-    stored = read_json(path)["artifacts"] if path.exists() else {}
+    stored = read_json(path).get("artifacts", {}) if path.exists() else {}
     rows = []
     for artifact in artifacts:
         counts = []

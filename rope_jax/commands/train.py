@@ -71,10 +71,10 @@ def command() -> None:
                 start_devices()
             with blame("--distributed"):
                 require_equal_devices()
-            action = {"train": run.train, "evaluate": run.evaluate_newest}[args.mode]
-            action(
+            run.train(
                 config,
                 args.workdir,
+                mode=args.mode,
                 strict_restore=args.strict_restore,
                 resume_override=items(args.resume_override),
             )

@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
         if reason := nothing_to_tune():
             print(reason)
             return
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
         choices = tune(calls, seconds=args.seconds)
         print(table(choices))
         if args.out is None:

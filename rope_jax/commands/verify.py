@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
             open_source(args.source, args.path, split, allow_empty=True)
             for split in args.splits.split(",")
         ]
+        if args.report is not None:
+            args.report.parent.mkdir(parents=True, exist_ok=True)
         results = [verify(source, workers=args.workers) for source in sources]
         bad = sum(map(_print_result, results))
         print(f"{sum(result['images'] for result in results):,} images, {bad} found bad")
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_result(result: dict[str, Any]) -> int:
     """Lists the findings of `verify`; returns the number of bad images and files."""
-    split, damaged = result["split"], result.get("damaged", [])
+    split, damaged = result["split"], result["damaged"]
     for image in result["bad"]:
         print(f"bad: {split} {image['example']} {image['name']}: {image['reason']}")
     for file in damaged:

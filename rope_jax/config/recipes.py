@@ -139,6 +139,10 @@ def read_settings(words: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"unexpected argument {word!r}; {hint}")
         negated, name, text = flag.groups()
         kind = setting(name).type
+        if negated and (text is not None or kind is not bool):
+            raise ConfigError(
+                f"unexpected argument {word!r}; settings are written --config.key=value"
+            )
         if text is None:
             text = str(not negated) if kind is bool else next(words, "")
         if typing.get_origin(kind) is tuple:

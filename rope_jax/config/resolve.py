@@ -35,6 +35,7 @@ _SETTINGS_OF_ARGUMENTS = {
     "batch_size": "batch_size",
     "init_from": "init_from",
     "model": "model.name",
+    "variant": "model.name",
     "position": "model.position",
     "head": "model.head",
     "source": "data.source",
@@ -82,8 +83,8 @@ def default(**arguments: Any) -> ml_collections.ConfigDict:
 
     Args:
         **arguments: a recipe's arguments. Those with these names set a setting unless they are
-            None, others are ignored: seed, epochs, steps, batch_size, init_from, model (its name),
-            position, head, source, path, resolution (`data.image_size`) and augment.
+            None, others are ignored: seed, epochs, steps, batch_size, init_from, model or variant
+            (its name), position, head, source, path, resolution (`data.image_size`) and augment.
     """
     config = _to_dict(Config).lock()
     for name, value in arguments.items():
@@ -108,18 +109,21 @@ def _to_dict(cls: type) -> ml_collections.ConfigDict:
 
 def recipe_arguments(
     text: str | None, words: Mapping[str, Iterable[str]] = {}, /, **defaults: Any
-) -> ml_collections.ConfigDict:
+) -> tuple[ml_collections.ConfigDict, ml_collections.ConfigDict]:
     """Parses the arguments after the colon of `--config=configs/NAME.py:key=value,...`.
 
-    >>> recipe_arguments("position=axial_rope(k_rope=4),epochs=3", position="none", epochs=1.0)
-    epochs: 3.0
-    position: axial_rope(k_rope=4)
-    <BLANKLINE>
+    >>> arguments, config = recipe_arguments("position=ape,epochs=3", position=None, epochs=1.0)
+    >>> arguments.position, config.model.position, config.epochs
+    ('ape', 'ape', 3.0)
 
     Args:
         text: comma-separated key=value; commas inside parentheses belong to the value.
         words: the allowed values of arguments that have a fixed choice.
-        **defaults: the recipe's arguments; a value must have its default's type (text for None).
+        **defaults: the recipe's arguments; a value must have its default's type (text or None for
+            None).
+
+    Returns:
+        The arguments, and all settings as by `default(**arguments)`.
 
     Raises:
         ConfigError: an unknown argument, or a value of another type.
@@ -134,10 +138,10 @@ def recipe_arguments(
             raise ConfigError(
                 f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
             )
-        kind = str if defaults[key] is None else type(defaults[key])
+        kind = str | None if defaults[key] is None else type(defaults[key])
         with blame("recipe argument"), arguments.ignore_type():
             arguments[key] = read(value, Literal[*words[key]] if key in words else kind, key)
-    return arguments
+    return arguments, default(**arguments)
 
 
 def recipe_sides(resolutions: str) -> list[int]:
@@ -253,6 +257,8 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
     for key, value in raw.items():
         if key in fields and dataclasses.is_dataclass(fields[key].type):
             values[key] = _resolve_section(fields[key].type, value, f"{key}.")
+        elif key not in fields and f"{prefix}{key}" in settings():
+            raise ConfigError(f"--config.{prefix}{key} is in a section: give that as a dict")
         else:
             values[key] = convert_setting(value, f"{prefix}{key}")
     return cls(**values)
@@ -360,6 +366,26 @@ def _check_combinations(config: Config) -> None:
             f"{seeds} from --config.seed={config.seed} on reach beyond 2**32 - 1: use a smaller "
             "seed",
         ),
+        (
+            config.distill is None and config.distill_from != "feature",
+            f"--config.distill_from={config.distill_from} needs --config.distill: name a distance, "
+            "or leave it out",
+        ),
+        (
+            config.distill is not None and not config.data.more_sizes,
+            f"--config.distill={config.distill} is between the resolutions of a step: name further "
+            "ones with --config.data.more_sizes, or leave it out",
+        ),
+        *(
+            (
+                config.data.more_sizes and named,
+                f"--config.data.more_sizes cannot be combined with --config.{flag}: leave one out",
+            )
+            for flag, named in (
+                ("data.on_device", config.data.on_device),
+                ("model.head", config.model.head is not None),
+            )
+        ),
     ]
     for wrong, mistake in mistakes:
         if wrong:
@@ -378,21 +404,18 @@ def settings() -> dict[str, dataclasses.Field]:
     return fields
 
 
-def settings_help(width: int = 100) -> str:
+def settings_help() -> str:
     """Every setting as a flag with its type, allowed values, default and meaning.
 
     >>> print(settings_help().splitlines()[0])
     --config.model.name: text; default: vit_digits
-
-    Args:
-        width: of the lines in characters.
     """
     lines = []
     for name, field in settings().items():
         default = "''" if field.default == "" else field.default
         resumable = "; resumable" if field.metadata["resumable"] else ""
         text = f"--config.{name}: {describe(field.type)}; default: {default}{resumable}"
-        wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
+        wrap = functools.partial(textwrap.wrap, width=100, break_on_hyphens=False)
         lines += wrap(text, subsequent_indent=" " * 8)
         lines += wrap(field.metadata["help"], initial_indent=" " * 4, subsequent_indent=" " * 4)
     return "\n".join(lines)

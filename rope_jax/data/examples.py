@@ -12,6 +12,7 @@ from rope_jax.data.draws import epoch_draws, example_draws
 from rope_jax.data.images.augment import (
     AUGMENTATIONS,
     CROP,
+    STEP,
     Augmentation,
     parse_crop,
     parse_loader,
@@ -88,7 +89,7 @@ class Training(Examples):
         bad: list[int] = []
         examples = zip((indices % count).tolist(), crop_draws.tolist(), strict=True)
         rows = [self._read_usable(example, crop, draw, canvas, bad) for example, draw in examples]
-        if images.labels_kind.ragged or (crop is not None and crop.entry.joint is not None):
+        if images.labels_kind.ragged or (crop and "images" not in crop.entry.labels):
             parts = []  # sizes or numbers of labels differ
             for k, row in enumerate(rows):
                 row_draws = [(augmentation, draws[k : k + 1]) for augmentation, draws in others]
@@ -235,9 +236,11 @@ def loader_of(
     black, none = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
     kind = images.labels_kind
     for augmentation in augmentations:
-        if not kind.serves(augmentation.entry):
+        if kind.labels_of not in augmentation.entry.labels:
             supported = ", ".join(
-                name for name, other in AUGMENTATIONS.items() if kind.serves(other)
+                name
+                for name, other in AUGMENTATIONS.items()
+                if kind.labels_of in other.labels and other.stage < STEP
             )
             raise ValueError(
                 f"{augmentation.name} changes images, but not the labels of their "
@@ -277,7 +280,7 @@ def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[S
     if not crops and not images.one_size:
         crops = [parse_crop(images.crop)]
     for crop in crops:
-        if images.labels_kind.ragged and images.labels_kind.serves(crop.entry):
+        if images.labels_kind.ragged and images.labels_of in crop.entry.labels:
             longest = min(filter(None, map(crop.option, ("long", "window"))))
             smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
 
@@ -302,8 +305,11 @@ def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
 
 def _pad(row: Batch, images: Images | Streamed, canvas: Size, max_boxes: int) -> Batch:
     """Pads a batch of one example to a size, and adds the `extent` that it had before."""
-    extent = np.array([row["image"].shape[1:3]], np.int32)
-    return row | images.labels_kind.pad(row, canvas, max_boxes) | {"extent": extent}
+    height, width = row["image"].shape[1:3]
+    image = np.zeros((1, *canvas, 3), np.uint8)
+    image[:, :height, :width] = row["image"]
+    padded = {"image": image, "extent": np.array([[height, width]], np.int32)}
+    return row | padded | images.labels_kind.pad(row, canvas, max_boxes)
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:

@@ -7,19 +7,17 @@ names of the kinds, "images", "pixels", "boxes" and "masks", are values of the p
 - `words`: what the labels are, for errors;
 - `placed`: True if labels have places in the image, and move with its pixels;
 - `ragged`: True if images differ in their number of labels, so that each is padded separately;
-- `serves(entry)`: checks whether the loader can change labels together with the images;
 - `move(batch, augmentation, draws)`: the labels after an augmentation that keeps the size;
-- `pad(row, canvas, max_boxes)`: an image and its labels, in a batch of one, padded to a size:
-  images at the bottom and on the right with 0, classes of pixels with 255, boxes with rows of 0
-  whose class is -1;
+- `pad(row, canvas, max_boxes)`: the labels of a batch of one, padded to a size: classes of pixels
+  with 255, boxes with rows of 0 whose class is -1;
 - `blank(labels, size)`: the labels of a black image, which replaces an unusable one.
 """
 
 import numpy as np
 from jaxtyping import UInt64
 
-from rope_jax.data.images.augment import CROP, LOADER, Augmentation, Entry
-from rope_jax.data.images.joint import pad as pad_maps
+from rope_jax.data.images.augment import Augmentation
+from rope_jax.data.images.joint import IGNORED
 from rope_jax.data.workers import Batch
 
 Size = tuple[int, int]
@@ -31,9 +29,6 @@ class ClassLabels:
 
     labels_of, words = "images", "classes of images"
     placed = ragged = False
-
-    def serves(self, entry: Entry) -> bool:
-        return entry.stage == LOADER or (entry.stage == CROP and entry.joint is None)
 
     def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
         return {}
@@ -48,17 +43,12 @@ class PixelLabels:
     labels_of, words = "pixels", "classes of pixels"
     placed, ragged = True, False
 
-    def serves(self, entry: Entry) -> bool:
-        if entry.stage == CROP:
-            return entry.joint in (None, self.labels_of)
-        return entry.stage == LOADER and entry.moves
-
     def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
         return {"label": augmentation.move_labels(augmentation, batch["label"], draws)}
 
     def pad(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
-        image, label = pad_maps(row["image"], row["label"], canvas)
-        return {"image": image, "label": label}
+        around = [(0, n - m) for n, m in zip(canvas, row["label"].shape[1:], strict=True)]
+        return {"label": np.pad(row["label"], [(0, 0), *around], constant_values=IGNORED)}
 
     def blank(self, labels: np.ndarray, size: Size) -> Batch:
         return {"label": np.zeros(size, np.uint8)}
@@ -70,23 +60,15 @@ class BoxLabels:
     labels_of, words = "boxes", "boxes with classes"
     placed = ragged = True
 
-    def serves(self, entry: Entry) -> bool:
-        if entry.stage == CROP:
-            return entry.joint == "boxes"
-        return entry.stage == LOADER and entry.boxes is not None
-
     def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
         return {"boxes": augmentation.move_boxes(batch["boxes"], batch["image"].shape[2], draws)}
 
     def pad(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
-        height, width = row["image"].shape[1:3]
-        image = np.zeros((1, *canvas, 3), np.uint8)
-        image[:, :height, :width] = row["image"]
         boxes = np.zeros((1, max_boxes, 4), np.float32)
         label = np.full((1, max_boxes), -1, np.int32)
         count = row["label"].shape[1]
         boxes[:, :count], label[:, :count] = row["boxes"], row["label"]
-        return {"image": image, "boxes": boxes, "label": label}
+        return {"boxes": boxes, "label": label}
 
     def blank(self, labels: np.ndarray, size: Size) -> Batch:
         return {
@@ -103,9 +85,6 @@ class MaskLabels(BoxLabels):
     """
 
     labels_of, words = "masks", "boxes with classes and masks"
-
-    def serves(self, entry: Entry) -> bool:
-        return super().serves(entry) and (entry.stage == CROP or entry.moves)
 
     def move(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
         (masks,) = batch["masks"]

@@ -44,7 +44,7 @@ def epoch_length(count: int, repeats: int = 1) -> int:
     return count if repeats == 1 else count // _REPEATED_EPOCH * _REPEATED_EPOCH
 
 
-def check_batch(batch_size: int, count: int, shard: tuple[int, int]) -> None:
+def check_batch(batch_size: int, count: int, shard: tuple[int, int] = (0, 1)) -> None:
     """Checks the sizes of batches, epochs and shards.
 
     Raises:
@@ -97,7 +97,6 @@ def batch_examples(
     seed: int,
     count: int,
     repeats: int = 1,
-    shard: tuple[int, int] = (0, 1),
 ) -> tuple[Int64[np.ndarray, " b"], Int64[np.ndarray, " b"]]:
     """The examples of a training batch, as (epoch, index).
 
@@ -110,20 +109,19 @@ def batch_examples(
 
     Args:
         step: from 0.
-        batch_size: examples in the batch of all shards together.
+        batch_size: examples in the batch.
         seed: 0 to 2**64 - 1.
         count: images of the set.
         repeats: see `epoch_length`.
-        shard: (k, of): the k-th of `of` equal parts of the batch.
 
     Returns:
-        epochs int64 [b] and indices int64 [b], b = batch_size / of. An index is the image's id,
+        epochs int64 [b] and indices int64 [b], b = batch_size. An index is the image's id,
         plus `count` for each earlier copy of the image in the epoch.
 
     Raises:
         ValueError: for a negative step, and as `epoch_length` and `check_batch`.
     """
-    check_batch(batch_size, count, shard)
+    check_batch(batch_size, count)
     if step < 0:
         raise ValueError(f"step {step} is negative; steps start at 0")
     numbers = step * batch_size + np.arange(batch_size, dtype=np.int64)
@@ -131,9 +129,6 @@ def batch_examples(
     if repeats > 1:
         order = np.argsort(indices % repeats, kind="stable")
         epochs, indices = epochs[order], indices[order]
-    size = batch_size // shard[1]
-    part = slice(shard[0] * size, (shard[0] + 1) * size)
-    epochs, indices = epochs[part], indices[part]
     ids = np.empty_like(indices)
     for epoch in np.unique(epochs).tolist():
         in_epoch = epochs == epoch

@@ -19,7 +19,7 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
     Returns:
         `name`, `split`, `images`, `classes`, `empty_classes` (names), `bad` (`example`, `name` and
         `reason` of each image that cannot be read or decoded), `remarks` (see `Source.remarks`),
-        and for packed sets `damaged` (files with a wrong checksum).
+        and `damaged` (files of a packed set with a wrong checksum).
     """
     count = len(source.labels)
     counter, bad = ImageCounter(f"{source.name} {source.split}", count), []
@@ -30,7 +30,7 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
         present |= classes
         counter.add(examined)
     names = enumerate(source.class_names)
-    result = {
+    return {
         "name": source.name,
         "split": source.split,
         "images": count,
@@ -38,9 +38,8 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
         "empty_classes": [name for label, name in names if label not in present],
         "bad": sorted(bad, key=lambda image: image["example"]),
         "remarks": source.remarks(),
+        "damaged": source.damaged_files(),
     }
-    damaged = source.damaged_files()
-    return result if damaged is None else result | {"damaged": damaged}
 
 
 def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]], set[int], int]:

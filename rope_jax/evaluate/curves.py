@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_jax.evaluate.results import Row, main_score, score_name
+from rope_jax.evaluate.results import Row, main_score, row_task
 from rope_jax.names.text import size_text
 from rope_jax.system.files import write_file
 
@@ -120,7 +120,7 @@ def accuracy_against_resolution(
         for name, rows in runs.items()
     }
     title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
-    with diagram(path, title, RESOLUTION, f"{score_name(first)} (%)", height=4.2) as axes:
+    with diagram(path, title, RESOLUTION, f"{row_task(first).score_name} (%)", height=4.2) as axes:
         draw_by_resolution(axes, curves)
     return path
 

@@ -19,8 +19,7 @@ from rope_jax.config.settings import EvalConfig
 from rope_jax.evaluate.accuracy import at_any_resolution, rotation_rule, rules
 from rope_jax.evaluate.results import Row, add_evaluation, usable_evaluations
 from rope_jax.system.files import SaveFailed
-from rope_jax.system.processes import decide_by_first
-from rope_jax.system.sharding import process_shard, replicate
+from rope_jax.system.sharding import replicate
 from rope_jax.tasks import Task, find_task
 from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.training.setup import load_split
@@ -85,19 +84,14 @@ class Evaluation:
         """
         identity = common | {"resolution": list(self.size)} | self.identity()
         images = self.images.fingerprint()
-        # Earlier versions did not store the fingerprint of the images.
-        stored = lambda: [
-            row
-            for row in usable_evaluations(out)
-            if row.get("asked") == identity and row.get("data", images) == images
-        ]
-        row = next(iter(decide_by_first(stored)), None)
-        if row is None:
-            packages = ("rope_jax", "jax", "flax", "numpy", "pillow")
-            versions = {name: importlib.metadata.version(name) for name in packages}
-            row = self.row() | {"asked": identity, "data": images, "versions": versions}
-            if process_shard()[0] == 0:
-                add_evaluation(out, row)
+        for row in usable_evaluations(out):
+            # Earlier versions did not store the fingerprint of the images.
+            if row.get("asked") == identity and row.get("data", images) == images:
+                return row
+        packages = ("rope_jax", "jax", "flax", "numpy", "pillow")
+        versions = {name: importlib.metadata.version(name) for name in packages}
+        row = self.row() | {"asked": identity, "data": images, "versions": versions}
+        add_evaluation(out, row)
         return row
 
     def identity(self) -> dict[str, Any]:
@@ -122,12 +116,11 @@ class Evaluation:
             raise SaveFailed(
                 f"{self.folder} was moved or exchanged during the evaluation: nothing is written"
             )
-        if process_shard()[0] == 0:
-            print(file=sys.stderr)
-            if predictions:
-                path = self.folder / f"predictions_{'x'.join(map(str, images.size))}.png"
-                task.draw(predictions, images.class_names, images.classes, path)
-                print(f"picture: {path}")
+        print(file=sys.stderr)
+        if predictions:
+            path = self.folder / f"predictions_{'x'.join(map(str, images.size))}.png"
+            task.draw(predictions, images.class_names, images.classes, path)
+            print(f"picture: {path}")
         windows = self.model.window_rule(scaled=arguments["scale_windows"])
         rule = rotation_rule(
             EvalConfig(extend=arguments["extend"], log_scale=arguments["log_scale"])
@@ -155,6 +148,5 @@ class Evaluation:
 
     def _progress(self, images: int) -> None:
         """Shows the number of evaluated images."""
-        if process_shard()[0] == 0:
-            text = f"\r{images:,} of {len(self.images.labels):,} images"
-            print(text, end="", file=sys.stderr, flush=True)
+        text = f"\r{images:,} of {len(self.images.labels):,} images"
+        print(text, end="", file=sys.stderr, flush=True)

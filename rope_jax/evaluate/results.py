@@ -13,9 +13,13 @@ from rope_jax.tasks.evaluator import Row
 FRACTIONS = ("top1", "top5")  # of `count` images; other scores have no interval over images
 
 
-def score_titles(row: Row) -> Mapping[str, str]:
-    """Titles of the scores of a row that tables show; the first is its main score."""
-    return _find_task(row).titles
+def row_task(row: Row) -> Task:
+    """The task whose main score a row has.
+
+    >>> row_task({"miou": 0.5, "accuracy": 0.9}).score_name
+    'mean IoU'
+    """
+    return next(task for task in TASKS.values() if next(iter(task.titles)) in row)
 
 
 def main_score(row: Row) -> str:
@@ -24,16 +28,7 @@ def main_score(row: Row) -> str:
     >>> main_score({"resolution": [64, 64], "miou": 0.5, "accuracy": 0.9})
     'miou'
     """
-    return next(iter(score_titles(row)))
-
-
-def score_name(row: Row) -> str:
-    """The name of a row's main score in a sentence.
-
-    >>> score_name({"miou": 0.5, "accuracy": 0.9})
-    'mean IoU'
-    """
-    return _find_task(row).score_name
+    return next(iter(row_task(row).titles))
 
 
 def class_score(row: Row) -> tuple[str, str] | None:
@@ -42,13 +37,8 @@ def class_score(row: Row) -> tuple[str, str] | None:
     >>> class_score({"miou": 0.5, "iou": [0.5, None]}), class_score({"top1": 0.5})
     (('iou', 'intersection over union'), None)
     """
-    score = _find_task(row).class_score
+    score = row_task(row).class_score
     return score if score is not None and score[0] in row else None
-
-
-def _find_task(row: Row) -> Task:
-    """Finds the task whose main score a row has."""
-    return next(task for task in TASKS.values() if next(iter(task.titles)) in row)
 
 
 def format_score(fraction: float | None) -> str:
@@ -151,7 +141,7 @@ def results_table(rows: Sequence[Row], published: Mapping[int, float] | None = N
             column.
     """
     columns = {"resolution": ["x".join(map(str, row["resolution"])) for row in rows]}
-    for score, title in score_titles(rows[0]).items():
+    for score, title in row_task(rows[0]).titles.items():
         if score in rows[0]:
             columns[title] = [format_score(row[score]) for row in rows]
     if published:
@@ -241,5 +231,5 @@ def add_evaluation(path: pathlib.Path, row: Row) -> None:
     >>> read_evaluations(path)
     [{'asked': {'resolution': [8, 8]}, 'top1': 0.6}]
     """
-    others = [other for other in usable_evaluations(path) if other["asked"] != row["asked"]]
+    others = [other for other in usable_evaluations(path) if other.get("asked") != row["asked"]]
     _write(path, {"rows": [*others, row]})

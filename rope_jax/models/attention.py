@@ -69,18 +69,18 @@ class PaddedNeighborhood(Neighborhood):
         return tuple(map(max, grid, spans))
 
 
-def make_window(side: int, padding: str) -> Window:
-    """Creates windows of `side` x `side` tokens.
+def make_window(size: tuple[int, int], padding: str, plain: type[Window] = Window) -> Window:
+    """Creates windows.
 
     Args:
-        side: in tokens.
+        size: (rows, columns) of a window, in tokens.
         padding: of maps that the windows do not divide. "mask": no token attends to padding, and
             windows are no larger than the map. "tokens": zeros are appended to the normalised
             tokens, so that keys and values are the biases of their projection (ViTDet, and Swin in
             detection). "qkv": zeros are appended to queries, keys and values (ViT-Adapter).
+        plain: class of the windows of maps whose padding is masked.
     """
-    plain = Window((side, side))
-    return plain if padding == "mask" else PaddedWindow(plain.size, padding=padding)
+    return plain(size) if padding == "mask" else PaddedWindow(size, padding=padding)
 
 
 def check_windows(position: Position) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import CosineAttention, SelfAttention
-from rope_jax.models.layers import FEED_FORWARD, PRODUCT, layer_norm, layer_scale
+from rope_jax.models.layers import FEED_FORWARD, PRODUCT, dropout, layer_norm, layer_scale
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern
@@ -89,12 +89,7 @@ def drop_path(
         rate: probability of dropping it.
         key: None drops nothing.
     """
-    if key is None or (not isinstance(rate, jax.Array) and rate == 0.0):
-        return branch
-    keep = 1 - jnp.asarray(rate, jnp.float32)
-    kept = jax.random.bernoulli(key, keep, (branch.shape[0],) + (1,) * (branch.ndim - 1))
-    # A factor per example; a select would save a mask as large as the branch for the backward pass.
-    return branch * jnp.where(kept, 1 / keep, 0).astype(branch.dtype)
+    return dropout(branch, rate, key, shared=tuple(range(1, branch.ndim)))
 
 
 def drop_path_rates(rate: float, depth: int, schedule: str = "linear") -> tuple[float, ...]:

@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from rope_jax.models.backbone import Backbone, allow_any_mesh
 from rope_jax.models.description import Description
-from rope_jax.models.heads import HEADS, Head, create_head, find_head
+from rope_jax.models.heads import HEADS, Head
 from rope_jax.models.layers import check_images, layer_dtypes
 from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.models.registry import Options, check_blocks, create_backbone, find_model
-from rope_jax.names.notation import Call, parse
+from rope_jax.names.notation import parse
 from rope_jax.positions.grids import Grid
 from rope_jax.system.sharding import explicit_mesh
 from rope_jax_kernels import Pattern
@@ -85,7 +85,7 @@ class DenseModel(Backbone):
                 "predict(...) returns arrays whose batch axis differs, so that their sharding "
                 "cannot be stated on a mesh with Explicit axes: inside jax.set_mesh(mesh), call "
                 "the loss as jax.sharding.auto_axes(loss, out_sharding=jax.P()), or use the mesh "
-                "of rope_jax.sharding.make_mesh"
+                "of rope_jax.system.sharding.make_mesh"
             )
         keys = self.training_keys(train, key, 2)
         if self.padded:
@@ -137,8 +137,13 @@ class DenseModel(Backbone):
 
     def check_size(self, image_size: Grid) -> None:
         super().check_size(image_size)
-        if self.head.check_maps is not None:
-            self.head.check_maps(self._sizes(image_size), image_size)
+        graph, state = nnx.split(self)
+
+        def run(state: nnx.State, images: Float[Array, "1 h w 3"]) -> None:
+            nnx.merge(graph, state)(images)
+
+        if self.padded:  # such heads refuse maps that are too small when they are called
+            jax.eval_shape(run, state, jax.ShapeDtypeStruct((1, *image_size, 3), jnp.float32))
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         return self.backbone.patterns(part, grid)
@@ -146,13 +151,6 @@ class DenseModel(Backbone):
     def resize(self, image_size: int | Grid) -> None:
         self.backbone.resize(image_size)
         self.image_size = self.backbone.image_size
-
-    def _sizes(self, image_size: Grid) -> list[Grid]:
-        """(rows, columns) of the head's maps."""
-        graph, state = nnx.split(self)
-        images = jax.ShapeDtypeStruct((1, *image_size, 3), jnp.float32)
-        maps = jax.eval_shape(lambda state, x: nnx.merge(graph, state).head_maps(x), state, images)
-        return [x.shape[1:3] for x in maps]
 
     def prepare(self, image_size: Grid) -> None:
         self.backbone.prepare(image_size)
@@ -169,19 +167,21 @@ class DenseModel(Backbone):
         return self.backbone.window_rule(scaled=scaled)
 
 
-def head_call(head: str) -> Call:
-    """The name and options of a head's text.
+def parse_head(head: str) -> tuple[str, type[Head], Options]:
+    """The name, class and options of a head's text.
 
-    >>> head_call("upernet(width=512)").name
-    'upernet'
+    >>> name, family, options = parse_head("upernet(width=512)")
+    >>> name, family.task, options.width
+    ('upernet', 'segmentation', 512)
 
     Raises:
-        ValueError: it is not the text of one head.
+        ValueError: it is not the text of one head, or there is no such head or option.
     """
     calls = parse(head, "head") if isinstance(head, str) else []
     if len(calls) != 1:
         raise ValueError(f"head={head!r} must be the text of one head, such as 'upernet'")
-    return calls[0]
+    name, entry = calls[0].name, HEADS[calls[0].name]
+    return name, entry.family, entry.options.override(f"the head {name!r}", dict(calls[0].options))
 
 
 def third_blocks(depth: int) -> tuple[int, ...]:
@@ -197,43 +197,33 @@ def third_blocks(depth: int) -> tuple[int, ...]:
 
 def create_dense(description: Description, *, seed: int, dtype: Any) -> DenseModel:
     """Creates a backbone with a head, with initial weights."""
-    call = head_call(description.head)
-    entry = find_head(call.name)
-    family = entry.family
+    name, family, head_options = parse_head(description.head)
     if not description.num_classes:
-        raise ValueError(
-            f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
-        )
-    norm, last_norm = _norms(call.name, description)
+        raise ValueError(f"the head {name!r} needs num_classes: how many there are, 150 in ADE20k")
+    norm, last_norm = _norms(name, description)
     options = {**description.options, "last_norm": last_norm}
     classless = dataclasses.replace(description, num_classes=0, options=options)
     backbone = create_backbone(classless, seed=seed, dtype=dtype)
-    if problem := _problem(family, backbone):
+    if not _serves(family, backbone):
+        strides = family.strides and f"maps of strides {', '.join(map(str, family.strides))}"
         serving = [
-            name
-            for name, other in HEADS.items()
-            if other.family.task == family.task and not _problem(other.family, backbone)
+            other
+            for other, entry in HEADS.items()
+            if entry.family.task == family.task and _serves(entry.family, backbone)
         ]
         raise ValueError(
-            f"the head {call.name!r} takes {problem} of {description.name}: use "
-            f"{' or '.join([*serving, 'another model'])}"
+            f"the head {name!r} takes {strides or 'one map'}, which {description.name} does not "
+            f"have: use {' or '.join([*serving, 'another model'])}"
         )
-    rngs, dtypes = nnx.Rngs(seed + 1), layer_dtypes(jnp.dtype(dtype))
-    options = entry.options.override(f"the head {call.name!r}", dict(call.options))
-    head_input = _find_input(
-        family, options, backbone, description.blocks, rngs=rngs, dtypes=dtypes
+    settings = {"rngs": nnx.Rngs(seed + 1), "dtypes": layer_dtypes(jnp.dtype(dtype))}
+    neck, channels, blocks, stages = _find_input(
+        family, head_options, backbone, description.blocks, **settings
     )
-    head = create_head(
-        call.name,
-        channels=head_input.channels,
-        num_classes=description.num_classes,
-        dtype=dtypes["dtype"],
-        rngs=rngs,
-        overrides=dict(call.options),
-    )
+    classes = description.num_classes
+    head = family(head_options, channels=tuple(channels), num_classes=classes, **settings)
     # Maps of every stage have norms of their own, of the neck or the backbone.
-    norm = False if head_input.blocks is None else norm
-    model = DenseModel(backbone, head_input.neck, head, head_input.blocks, norm, head_input.stages)
+    norm = False if blocks is None else norm
+    model = DenseModel(backbone, neck, head, blocks, norm, stages)
     model.name, model.notation = description.name, description.position
     model.head_notation, model.image_size = description.head, description.image_size
     model.trained_size = description.trained_size
@@ -247,7 +237,7 @@ def _norms(head: str, description: Description) -> tuple[bool | None, bool]:
     With last_norm=True a head of maps that are not normalised takes the last one normalised
     (mmsegmentation's "ln" models).
     """
-    normalised, entry = find_head(head).family.normalised, find_model(description.name)
+    normalised, entry = HEADS[head].family.normalised, find_model(description.name)
     if "last_norm" in entry.options.fixed:  # it takes no part where maps are not normalised
         return normalised, description.options.get("last_norm", True)
     last_norm = description.options.get("last_norm", normalised)
@@ -266,28 +256,10 @@ def _norms(head: str, description: Description) -> tuple[bool | None, bool]:
     return None, True
 
 
-def _problem(head: type[Head], backbone: Backbone) -> str | None:
-    """The head's input and what this backbone has instead, in words; None if they match."""
-    stages = len(backbone.parts())
-    if head.strides is None:
-        return "one map, not the four" if backbone.own_maps else None
-    if backbone.own_maps or stages in (1, len(_STRIDES)):
-        return None
-    strides = ", ".join(map(str, head.strides))
-    return f"maps of strides {strides}, not those of the {stages} stages"
-
-
-@dataclasses.dataclass(frozen=True)
-class _HeadInput:
-    """The neck between backbone and head, the channels of the head's maps, and their sources.
-
-    `blocks` and `stages` are those of `DenseModel`.
-    """
-
-    neck: nnx.Module | None
-    channels: list[int]
-    blocks: tuple[int, ...] | None = None
-    stages: tuple[int, ...] | None = None
+def _serves(head: type[Head], backbone: Backbone) -> bool:
+    """Whether this backbone has the maps that a head takes."""
+    has_four = backbone.own_maps or len(backbone.parts()) in (1, len(_STRIDES))
+    return has_four if head.strides else not backbone.own_maps
 
 
 def _find_input(
@@ -298,8 +270,13 @@ def _find_input(
     *,
     rngs: nnx.Rngs,
     dtypes: dict,
-) -> _HeadInput:
-    """Finds the input of a head with these options in the maps of a backbone."""
+) -> tuple[nnx.Module | None, list[int], tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Finds the input of a head with these options in the maps of a backbone.
+
+    Returns:
+        The neck between backbone and head, the channels of the head's maps, and `blocks` and
+        `stages` as of `DenseModel`.
+    """
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
     offers = "maps" if backbone.own_maps else "stages" if len(stages) > 1 else "blocks"
@@ -322,16 +299,15 @@ def _find_input(
         blocks = _blocks(backbone.name, depth, blocks, single=needs != "maps")
     match offers, needs:
         case _, "map":
-            return _HeadInput(None, widths[-1:], blocks)
+            return None, widths[-1:], blocks, None
         case "blocks", "maps":
             make = NECKS[kind]
-            return _HeadInput(
-                make and make(widths[0], **settings), widths * len(head.strides), blocks
-            )
+            neck = make and make(widths[0], **settings)
+            return neck, widths * len(head.strides), blocks, None
         case "blocks", "pyramid":
             pyramid = {"outputs": options.width, "scales": head.scales, "dtype": dtypes["dtype"]}
             neck = FeaturePyramid(widths[0], **pyramid, rngs=rngs)
-            return _HeadInput(neck, [options.width] * len(head.strides), blocks)
+            return neck, [options.width] * len(head.strides), blocks, None
     chosen = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
     channels = [(widths * len(_STRIDES))[stage] for stage in chosen]
     norms = (
@@ -339,7 +315,7 @@ def _find_input(
         if offers == "maps"
         else StageNorms(channels, backbone.options.norm_epsilon, **settings)
     )
-    return _HeadInput(norms, channels, stages=chosen)
+    return norms, channels, None, chosen
 
 
 def _blocks(

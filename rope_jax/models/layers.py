@@ -279,7 +279,11 @@ class BatchNorm(nnx.Module):
 
 
 def dropout(
-    x: Float[Array, "B ..."], rate: float, key: Array | None, *, shared: tuple[int, ...] = ()
+    x: Float[Array, "B ..."],
+    rate: float | Array,
+    key: Array | None,
+    *,
+    shared: tuple[int, ...] = (),
 ) -> Float[Array, "B ..."]:
     """Sets elements to 0 with probability `rate` and scales the others up.
 
@@ -290,11 +294,13 @@ def dropout(
         shared: axes along which elements are dropped together; the rows and columns of a map for
             torch's Dropout2d, which drops whole channels.
     """
-    if key is None or not rate:
+    if key is None or (not isinstance(rate, jax.Array) and not rate):
         return x
+    keep = 1 - jnp.asarray(rate, jnp.float32)
     shape = [1 if axis in shared else length for axis, length in enumerate(x.shape)]
-    kept = jax.random.bernoulli(key, 1 - rate, shape)
-    return x * jnp.where(kept, 1 / (1 - rate), 0).astype(x.dtype)
+    kept = jax.random.bernoulli(key, keep, shape)
+    # A factor; a select would save a mask as large as x for the backward pass.
+    return x * jnp.where(kept, 1 / keep, 0).astype(x.dtype)
 
 
 @jax.checkpoint

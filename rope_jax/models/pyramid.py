@@ -63,8 +63,8 @@ class FeaturePyramid(nnx.Module):
     >>> from flax import nnx
     >>> from rope_jax.models.pyramid import FeaturePyramid
     >>> pyramid = FeaturePyramid(96, outputs=32, rngs=nnx.Rngs(0))
-    >>> [x.shape for x in jax.eval_shape(pyramid, [jax.numpy.zeros((1, 6, 10, 96))])]
-    [(1, 24, 40, 32), (1, 12, 20, 32), (1, 6, 10, 32), (1, 3, 5, 32), (1, 2, 3, 32)]
+    >>> [x.shape for x in jax.eval_shape(pyramid, [jax.numpy.zeros((1, 5, 9, 96))])]
+    [(1, 20, 36, 32), (1, 10, 18, 32), (1, 5, 9, 32), (1, 2, 4, 32), (1, 1, 2, 32)]
 
     Args:
         inputs: channels of the map.

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_windows
+from rope_jax.models.attention import WINDOW_PADDING, check_windows, make_window
 from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
     Block,
@@ -350,10 +350,7 @@ class Swin(Hierarchy):
         return f"windows of {side} x {side} tokens, maps padded to whole windows"
 
     def pattern(self) -> Window:
-        padding = self.options.window_padding
-        if padding == "mask":
-            return SwinWindow(self.window)
-        return PaddedWindow(self.window, padding=padding)
+        return make_window(self.window, self.options.window_padding, SwinWindow)
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         plain = self.pattern().fit(grid)

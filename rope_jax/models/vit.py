@@ -226,7 +226,7 @@ class ViT(Backbone):
         self.pattern = {
             "global": Global(),
             "neighborhood": Neighborhood((options.kernel_size,) * 2),
-            "window": make_window(options.window_size, options.window_padding),
+            "window": make_window((options.window_size,) * 2, options.window_padding),
         }[options.attention]
         self.patch_embed = declare(self.stem(rngs=rngs, dtypes=dtypes), depth=0)
         self.class_token = self.learned_tokens(int(options.class_token), rngs=rngs, dtypes=dtypes)

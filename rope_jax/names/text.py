@@ -68,13 +68,13 @@ def closest(word: str, names: Iterable[str]) -> str:
     ) + f"known: {', '.join(names) or 'none'}"
 
 
-def nearest(word: str, names: Iterable[str], count: int = 3) -> str:
+def nearest(word: str, names: Iterable[str]) -> str:
     """The names that are most similar to an unknown word, for a hint among many.
 
-    >>> nearest("swin_tiny", ["swin_t", "swin_s", "nat_mini", "deit_s16"], 2)
-    "the nearest are 'swin_t', 'swin_s'"
+    >>> nearest("swin_tiny", ["swin_t", "swin_s", "nat_tiny", "deit_s16"])
+    "the nearest are 'swin_t', 'nat_tiny', 'swin_s'"
     """
-    close = difflib.get_close_matches(word, list(names), count, cutoff=0.0)
+    close = difflib.get_close_matches(word, list(names), 3, cutoff=0.0)
     return f"the nearest are {', '.join(map(repr, close))}"
 
 

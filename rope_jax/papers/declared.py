@@ -2,10 +2,9 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rope_jax.analysis.costs import scheme_costs
 from rope_jax.evaluate.curves import available
 from rope_jax.names.text import closest
 from rope_jax.papers import cat, heo, lape, thesis
@@ -21,38 +20,20 @@ class Paper:
         name: in ids.
         title: author and subject.
         artifacts: its tables and figures, in the order of its text.
-        remarks: what the page says at its end.
     """
 
     name: str
     title: str
     artifacts: Sequence[Artifact]
-    remarks: Callable[[], list[str]] = list
 
     def __post_init__(self):
         own = [dataclasses.replace(artifact, paper=self.name) for artifact in self.artifacts]
         object.__setattr__(self, "artifacts", tuple(own))
 
 
-def _costs_of_rotation() -> list[str]:
-    """Heo et al., section 3.3: both countings of the operations of a rotation."""
-    (row,) = scheme_costs("deit3_b16", ["rope2d"], 224)
-    depth, tokens, channels = 12, 14 * 14, 768
-    complex_products = depth * tokens * channels
-    return [
-        "Cost of rotation in ViT-B at 224 px (section 3.3). The paper counts one operation for "
-        f"each complex product: {depth} layers x {tokens} tokens x {channels} / 2 pairs of "
-        f"channels, of queries and of keys: {complex_products:,}, the 1.8 M that it prints, or "
-        f"{100 * complex_products / row.multiply_adds:.2f} % of {row.multiply_adds / 1e9:.1f} G. "
-        "rope_jax analyse costs counts real operations, six for each complex product (four "
-        f"multiplications and two additions): {row.operations:,}, or "
-        f"{100 * row.operations / row.multiply_adds:.2f} %."
-    ]
-
-
 DECLARED = (
     Paper("thesis", "Kane, thesis: Axial RoPE", thesis.ARTIFACTS),
-    Paper("heo", "Heo et al.: RoPE for ViT", heo.ARTIFACTS, _costs_of_rotation),
+    Paper("heo", "Heo et al.: RoPE for ViT", heo.ARTIFACTS),
     Paper("lape", "Yu et al.: LaPE", lape.ARTIFACTS),
     Paper("cat", "Erickson: Cross-Axis Transformer", cat.ARTIFACTS),
 )

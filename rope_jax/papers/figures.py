@@ -35,7 +35,7 @@ from rope_jax.positions.grids import Grid
 from rope_jax.runs.loading import LoadedModel
 
 _RUN = ("model", "position", "options")  # what cells name a run by
-Tokens = Sequence[tuple[float, float]]  # places (y, x) on a map, as shares of its sides
+Tokens = Sequence[tuple[float, float]]  # places (y, x) on a map, as fractions of its sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +64,7 @@ class Lines(Artifact):
         y: str,
     ) -> list[pathlib.Path]:
         """Draws numbers over layers: a panel for each text of `panel`, a line for each scheme."""
-        panels: dict[str, dict[str, dict[int, float]]] = {}
-        keys: dict[str, list[Key]] = {}
-        for each in cells:
-            keys.setdefault(panel(each["key"]), []).append(each["key"])
-        labels = {name: line_labels(of_panel) for name, of_panel in keys.items()}
-        for each in cells:
-            key, ours = each["key"], each["ours"]
-            lines = panels.setdefault(name := panel(key), {})
-            points = lines.setdefault(labels[name](key), {})
-            if ours is not None:
-                points[key["layer"]] = ours["mean"]
+        panels = by_panel(cells, "ours", lambda key: (panel(key), key["layer"]), panel)
         title = f"{self.title}\n{lab_words(lab)}"
         plots.curves_by_panel(panels, {}, path, title=title, x="layer", y=y)
         return [path]
@@ -136,8 +126,16 @@ class Curves(Lines):
     def draw(self, lab: Lab, cells: Sequence[Cell], path: pathlib.Path) -> list[pathlib.Path]:
         if not cells:
             return []
-        ours, printed = by_panel(lab, cells, "ours"), by_panel(lab, cells, "published")
-        if lab.small_scale and lab.given is None:  # of other images: in panels of their own
+        model = lambda key: key["model"]
+        printed_at = lambda key: (key["model"], key["resolution"][0])
+
+        def tested_at(key: Key) -> tuple[str, int]:
+            run = Run(key["model"], key["position"])
+            return lab.model_name(run), lab.test_size(run, key["resolution"][0])
+
+        ours = by_panel(cells, "ours", tested_at, model)
+        printed = by_panel(cells, "published", printed_at, model)
+        if lab.small_scale:  # of other images: in panels of their own
             printed = {f"{name}: published, ImageNet-1k": lines for name, lines in printed.items()}
             ours |= {name: {} for name, lines in printed.items() if any(lines.values())}
         plots.curves_by_panel(
@@ -153,25 +151,31 @@ class Curves(Lines):
         return [path]
 
 
-def by_panel(lab: Lab, cells: Sequence[Cell], name: str) -> dict[str, dict[str, dict[int, float]]]:
-    """Model, or what stands in for it -> scheme -> side -> number of cells."""
-    panels: dict[str, dict[str, dict[int, float]]] = {}
-    apart = lab.small_scale and lab.given is None and name == "ours"
-    by_model: dict[str, list[Key]] = {}
+def by_panel(
+    cells: Sequence[Cell],
+    name: str,
+    place: Callable[[Key], tuple[str, int]],
+    group: Callable[[Key], str],
+) -> dict[str, dict[str, dict[int, float]]]:
+    """Panel -> line -> place on the x axis -> number of cells.
+
+    Args:
+        cells: of runs.
+        name: of the number, "ours" or "published".
+        place: the panel of a cell, and its place on the x axis.
+        group: of a cell; lines are named by what differs between the runs of a group.
+    """
+    keys: dict[str, list[Key]] = {}
     for each in cells:
-        by_model.setdefault(each["key"]["model"], []).append(each["key"])
-    labels = {model: line_labels(keys) for model, keys in by_model.items()}
+        keys.setdefault(group(each["key"]), []).append(each["key"])
+    labels = {of: line_labels(alike) for of, alike in keys.items()}
+    panels: dict[str, dict[str, dict[int, float]]] = {}
     for each in cells:
         key, number = each["key"], each[name]
-        number = number["mean"] if isinstance(number, dict) else number
-        label = labels[key["model"]](key)
-        run, side = Run(key["model"], key["position"]), key["resolution"][0]
-        panel = run.model
-        if apart:
-            panel, side = lab.model_name(run), lab.test_size(run, side)
-        line = panels.setdefault(panel, {}).setdefault(label, {})
+        panel, x = place(key)
+        line = panels.setdefault(panel, {}).setdefault(labels[group(key)](key), {})
         if number is not None:
-            line[side] = number
+            line[x] = number["mean"] if isinstance(number, dict) else number
     return panels
 
 

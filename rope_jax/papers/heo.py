@@ -156,7 +156,7 @@ ARTIFACTS = (
     ),
     Table(
         "table_5",
-        "Accuracy by resolution beside ResFormer",
+        "Accuracy by resolution compared with ResFormer",
         run=_table_5,
         columns="resolution",
         note="ResFormer-S-224 is trained by the recipe of its own paper, at 224 px alone; the "

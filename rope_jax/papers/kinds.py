@@ -57,9 +57,9 @@ class Artifact:
         """Draws it, if it is a picture, and returns the files."""
         return []
 
-    def wanted(self, lab: Lab) -> bool:
-        """True if --only names a part of it."""
-        return bool(self.runs(lab))
+    def row_names(self, lab: Lab) -> set[str]:
+        """The names by which --only selects a part of it."""
+        return {name for run in self.runs(lab) for name in run.names}
 
     def value(self, lab: Lab, run: Run, side: int | None) -> dict[int, float]:
         """The number of a run that claims are about, by seed; None for the training size."""
@@ -103,7 +103,7 @@ def explain(lab: Lab, run: Run, side: int | None, dataset: str | None, ours: Any
         return "no weights were published" if named else f"needs --data={run.data}=FOLDER"
     if ours is None:
         return "not trained yet"
-    if not lab.small_scale or lab.given is not None:
+    if not lab.small_scale:
         return ""
     if run.task != "classify":
         return f"{lab.model_name(run)} with a small head, on scenes"

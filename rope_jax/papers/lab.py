@@ -103,12 +103,7 @@ class Lab:
     @property
     def small_scale(self) -> bool:
         """True if small models stand in for the papers'."""
-        return self.scale in ("smoke", "small")
-
-    @property
-    def needs_data(self) -> bool:
-        """True if nothing can be done without --data."""
-        return not self.small_scale and not self.data and self.given is None
+        return self.given is None and self.scale in ("smoke", "small")
 
     @property
     def folder(self) -> pathlib.Path:
@@ -124,7 +119,7 @@ class Lab:
 
     def model_name(self, run: Run) -> str:
         """The model of a run, or what stands in for its family."""
-        if self.small_scale and self.given is None:
+        if self.small_scale:
             return f"stand-in of {stand_in(run.model).family}"
         return run.model
 
@@ -332,23 +327,23 @@ class Lab:
         if not self.stages(run):
             return {}
         found = {}
-        for number, seed in enumerate(self.all_seeds):
+        for seed in self.all_seeds:
             folder = self.run_folder(run, seed)
             if self.scale == "released":
                 files = sorted(folder.glob("evaluations_*.json"))
                 rows = [row for file in files for row in read_evaluations(file)]
             elif (folder / "results.json").exists():
                 files = (folder / "results.json", folder / "evaluations.json")
-                rows = _rows_of(folder, *(x.stat().st_mtime_ns for x in files if x.exists()))
+                seed, rows = _rows_of(folder, *(x.stat().st_mtime_ns for x in files if x.exists()))
             else:
                 rows = []
             if rows:
-                found[number if seed is None else seed] = (folder, rows)
+                found[seed] = (folder, rows)
         return found
 
     def test_size(self, run: Run, side: int) -> int:
         """The test side in place of a paper's, in pixels."""
-        if not self.small_scale or self.given is not None:
+        if not self.small_scale:
             return side
         trained = 32 if run.data.startswith("cifar") else 224
         return self._stand_in(run.model).size(side, trained)
@@ -436,10 +431,10 @@ class Lab:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rows_of(folder: pathlib.Path, *changed: int) -> list[Row]:
-    """The rows of a run's files, which are read again only after they have changed."""
+def _rows_of(folder: pathlib.Path, *changed: int) -> tuple[int, list[Row]]:
+    """A run's seed and the rows of its files, read again only after they have changed."""
     (result,) = read_runs(folder)
-    return _rows_by_rules(result)
+    return result.config.seed, _rows_by_rules(result)
 
 
 def _rows_by_rules(result: RunResults) -> list[Row]:
@@ -464,7 +459,7 @@ def _rows_by_rules(result: RunResults) -> list[Row]:
             and {name: asked.get(name, value) for name, value in files.items()} == files
         )
 
-    return [*result.rows, *(row for row in result.others if follows(row["asked"]))]
+    return [*result.rows, *(row for row in result.others if follows(row.get("asked", {})))]
 
 
 def _same_model(run: Run, model: ModelConfig) -> bool:

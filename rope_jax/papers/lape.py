@@ -8,7 +8,7 @@ from rope_jax.analysis.joining import LAMBDAS, PARTS, TERMS
 from rope_jax.papers.claims import above
 from rope_jax.papers.figures import Layers, Maps, correlation_maps, reach
 from rope_jax.papers.runs import Run
-from rope_jax.papers.tables import Settings, Table, recipe_config, setting_text
+from rope_jax.papers.tables import Settings, recipe_config, setting_text
 
 _CCT = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")
 _VARIANTS = {"DeiT": "deit_ti16", "T2T-ViT": "t2t_vit_7", "Swin": "swin_t", "CeiT": "ceit_t"}
@@ -93,49 +93,35 @@ ARTIFACTS = (
         "table_I",
         "Image classification: settings, and accuracy with the default joining and with LaPE",
         ours=_classification,
-        scores=Table(
-            "table_I",
-            "accuracy",
-            run=_run,
-            source="lape/main_text",
-            claims=[
-                *above("lape(ape)", "ape"),
-                *above("lape(sincos1d)", "sincos1d"),
-                *above("lape(sincos2d(order=lape))", "sincos2d(order=lape)"),
-            ],
-        ),
+        run=_run,
+        source="lape/main_text",
+        claims=[
+            *above("lape(ape)", "ape"),
+            *above("lape(sincos1d)", "sincos1d"),
+            *above("lape(sincos2d(order=lape))", "sincos2d(order=lape)"),
+        ],
         note="accuracies are those of the main text; CIFAR's are means of five seeds",
     ),
     Settings(
         "table_II",
         "Detection: settings, and AP of boxes and masks",
         ours=_instances,
-        scores=Table(
-            "table_II",
-            "AP",
-            run=_dense_run,
-            more=[
-                key
-                for quantity in ("box_ap", "mask_ap")
-                for key in _dense_keys(_SEGMENTERS[2:], "coco", quantity)
-            ],
-            source="",
-            claims=above("lape(ape)", "ape"),
-        ),
+        run=_dense_run,
+        more=[
+            key
+            for quantity in ("box_ap", "mask_ap")
+            for key in _dense_keys(_SEGMENTERS[2:], "coco", quantity)
+        ],
+        claims=above("lape(ape)", "ape"),
         note="claims are about the AP of boxes",
     ),
     Settings(
         "table_III",
         "Segmentation: settings, and mIoU",
         ours=_dense,
-        scores=Table(
-            "table_III",
-            "mIoU",
-            run=_dense_run,
-            more=_dense_keys(_SEGMENTERS, "ade20k", "miou"),
-            source="",
-            claims=above("lape(ape)", "ape"),
-        ),
+        run=_dense_run,
+        more=_dense_keys(_SEGMENTERS, "ade20k", "miou"),
+        claims=above("lape(ape)", "ape"),
     ),
     *(
         Maps(
@@ -152,7 +138,7 @@ ARTIFACTS = (
     ),
     Layers(
         "equation_2",
-        "Shares of tokens, position and bias in a layer's norm: lambda 1, 2 and 3",
+        "Fractions of tokens, position and bias in a layer's norm: lambda 1, 2 and 3",
         lines=[run for lines in _LINES.values() for run in lines],
         names=(*LAMBDAS, *PARTS),
         note="with LaPE, whose positions have a norm of their own, there are no lambdas: both "

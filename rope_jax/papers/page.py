@@ -29,7 +29,6 @@ def write_pages(results: Mapping[str, Any], folder: pathlib.Path, papers: Sequen
             link = f"[{paper.title}, {heading}]({paper.name}.html#{anchor(heading)})"
             links.append((link, progress(result), counts))
         if sections:
-            sections |= {"Remarks": [paragraph(text) for text in paper.remarks()]}
             text = to_html(f"{paper.title}: reproduced at scale {results['scale']}", sections)
             (folder / f"{paper.name}.html").write_text(text)
     title = f"Four papers, reproduced at scale {results['scale']}"

@@ -8,6 +8,7 @@ LaPE's main text are "lape/main_text".
 import dataclasses
 import functools
 import importlib.resources
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +18,6 @@ from rope_jax.models.registry import find_model
 from rope_jax.names.notation import parse, unordered
 from rope_jax.weights.metadata import options_of_weights
 
-PAPERS = ("thesis", "heo", "lape", "cat")
-_ELSEWHERE = {"code": "published results of the code", "main_text": "main text"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -27,7 +25,6 @@ class Cell:
 
     Attributes:
         artifact: "thesis/table_4.1".
-        source: the paper and its table, in words.
         key: what was measured: `quantity` ("top1", "miou" and "box_ap" in percent,
             "images_per_second", ...), and as far as it applies `model`, `position`, `options`,
             `dataset`, `resolution` [H, W], `kernel`, `task`; of settings `setting`.
@@ -35,12 +32,10 @@ class Cell:
     """
 
     artifact: str
-    source: str
     key: Mapping[str, Any]
     value: float | int | str
 
 
-@functools.cache
 def published(artifact: str | None = None) -> tuple[Cell, ...]:
     """The cells of a table, in its order; None for those of all papers.
 
@@ -50,29 +45,24 @@ def published(artifact: str | None = None) -> tuple[Cell, ...]:
     Raises:
         KeyError: no such table.
     """
-    if artifact is None:
-        return tuple(cell for name in _tables() for cell in published(name))
-    source, cells = _tables()[artifact]
-    return tuple(
-        Cell(
-            artifact, source, {k: v for k, v in cell.items() if k != "published"}, cell["published"]
+    tables = _tables()
+    return tuple(itertools.chain(*tables.values())) if artifact is None else tables[artifact]
+
+
+@functools.cache
+def _tables() -> dict[str, tuple[Cell, ...]]:
+    """The cells of each table of the papers, by "PAPER/TABLE"."""
+    return {
+        (artifact := f"{paper}/{name}"): tuple(
+            Cell(artifact, {k: v for k, v in cell.items() if k != "published"}, cell["published"])
+            for cell in table["cells"]
         )
-        for cell in cells
-    )
+        for paper, content in _files().items()
+        if paper != "recipes"
+        for name, table in content["artifacts"].items()
+    }
 
 
-@functools.cache
-def _tables() -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    tables = {}
-    for paper in PAPERS:
-        content = _read(paper)
-        for name, table in content["artifacts"].items():
-            words = _ELSEWHERE.get(name, name.replace("_", " "))
-            tables[f"{paper}/{name}"] = (f"{content['source']}, {words}", table["cells"])
-    return tables
-
-
-@functools.cache
 def recipes() -> tuple[dict[str, Any], ...]:
     """The papers' tables of hyperparameters, and those of their code.
 
@@ -80,12 +70,15 @@ def recipes() -> tuple[dict[str, Any], ...]:
     `settings`: fields of the config -> printed values. `differs` lists the fields for which the
     recipe has another value, and `note` gives the reason.
     """
-    return tuple(_read("recipes"))
+    return tuple(_files()["recipes"])
 
 
-def _read(name: str) -> Any:
+@functools.cache
+def _files() -> dict[str, Any]:
+    """The contents of `published/*.json` in the order of their names: papers, and "recipes"."""
     folder = importlib.resources.files("rope_jax.papers") / "published"
-    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    files = {file.name.removesuffix(".json"): file for file in folder.iterdir()}
+    return {name: json.loads(files[name].read_text(encoding="utf-8")) for name in sorted(files)}
 
 
 def find_published(*, model: str, position: str, options: str = "", **key: Any) -> list[Cell]:

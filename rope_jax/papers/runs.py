@@ -131,8 +131,8 @@ class StandIn:
     def size(self, side: int, trained: int) -> int:
         """The test size in place of a paper's, in pixels.
 
-        >>> stand_in("deit3_b16").size(384, 224)
-        56
+        >>> stand_in("deit3_b16").size(384, 224), stand_in("swin_t").size(384, 224)
+        (56, 64)
         """
         if self.tile is None:
             return int(self.side * 2.0 ** round(math.log2(side / trained)))

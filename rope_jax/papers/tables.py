@@ -12,7 +12,6 @@ from flax import nnx
 from rope_jax.config import Config, load_recipe, model_overrides, resolve
 from rope_jax.evaluate.accuracy import model_evaluator
 from rope_jax.models.cost import cost
-from rope_jax.papers.claims import Verdict
 from rope_jax.papers.kinds import (
     Artifact,
     Cell,
@@ -80,8 +79,8 @@ class Table(Artifact):
             by_text.setdefault(json.dumps(dict(key), sort_keys=True), (key, None))
         return {text: cell for text, cell in by_text.items() if lab.wants(key_names(cell[0]))}
 
-    def wanted(self, lab: Lab) -> bool:
-        return bool(self.keys(lab))
+    def row_names(self, lab: Lab) -> set[str]:
+        return {name for key, _ in self.keys(lab).values() for name in key_names(key)}
 
     def runs(self, lab: Lab) -> list[Run]:
         found = (self.run(key) for key, _ in self.keys(lab).values())
@@ -160,28 +159,18 @@ def count_operations(key: Key) -> tuple[Measured, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(Artifact):
-    """A table of settings: the printed ones beside those of our recipes.
+class Settings(Table):
+    """A table of settings: the printed ones beside those of our recipes, and their results.
 
     Attributes:
         ours: a cell's key -> our value in words; None if there is no such setting.
-        scores: what was measured with these settings.
+        source: of the numbers that were measured with these settings; "" for none.
     """
 
     ours: Callable[[Key], str | None] = lambda key: None
-    scores: Table | None = None
+    source: str | None = ""
 
     quantity = "settings"
-
-    @property
-    def _scores(self) -> list[Table]:
-        return [dataclasses.replace(self.scores, paper=self.paper)] if self.scores else []
-
-    def runs(self, lab: Lab) -> list[Run]:
-        return [run for table in self._scores for run in table.runs(lab)]
-
-    def sides(self) -> dict[str, set[int]]:
-        return {name: at for table in self._scores for name, at in table.sides().items()}
 
     def cells(self, lab: Lab) -> list[Cell]:
         made = []
@@ -192,10 +181,7 @@ class Settings(Artifact):
             else:
                 note = "" if agrees(printed.value, ours) else "differs"
             made.append(make_cell(printed.key, str(printed.value), ours, note))
-        return made + [x for table in self._scores for x in table.cells(lab)]
-
-    def verdicts(self, lab: Lab) -> list[Verdict]:
-        return [verdict for table in self._scores for verdict in table.verdicts(lab)]
+        return made + super().cells(lab)
 
 
 def setting_text(value: Any) -> str:
@@ -212,6 +198,8 @@ def agrees(printed: Any, ours: str) -> bool:
 
     >>> agrees("5e - 2", "0.05"), agrees("Cosine annealing w/ warmup", "cosine")
     (True, True)
+    >>> agrees(1024, "512"), agrees("cosine", "step"), agrees("AdamW", "adamw")
+    (False, False, True)
     """
     text = str(printed).replace(" ", "")
     try:

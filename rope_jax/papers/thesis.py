@@ -72,7 +72,7 @@ def _recipe(variant: str):
 ARTIFACTS = (
     Settings(
         "table_3.1",
-        "Axial RoPE beside 2D RoPE",
+        "Axial RoPE and 2D RoPE",
         ours=lambda key: _DESIGN[key["scheme"], key["setting"]],
     ),
     Drawing("figure_3.1", "Channels that a rotary scheme turns", content=channels),

@@ -127,7 +127,7 @@ class SinCos2D(Absolute):
             cos y, repeated; Heo et al., equation 2), "lape" (first half x, second half y, sines and
             cosines in turn), "moco" (blocks sin x, cos x, sin y, cos y, with last frequency exactly
             1 / base; MoCo v3, big_vision), "timm" (blocks sin y, sin x, cos y, cos x).
-        base: 10000.
+        base: of the frequencies, 10000.
     """
 
     paper = "Heo et al., arXiv 2403.13298, eq. 2; Chen et al., arXiv 2104.02057"

@@ -149,7 +149,7 @@ class PositionEncodingGenerator(Position):
     """
 
     paper = "Chu et al., arXiv 2102.10882"
-    equation = "tokens + DWConv(tokens) behind the first block"
+    equation = "tokens + DWConv(tokens) after the first block"
     acts = "between"
     relative = keeps_norms = False
     learnable = True

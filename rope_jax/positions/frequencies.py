@@ -1,5 +1,7 @@
 """Frequency ladders of rotary schemes and their layout over heads, axes and pairs, in float64."""
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 from jaxtyping import Float
 
@@ -35,35 +37,21 @@ def ladder(pairs: int, base: float) -> Float[np.ndarray, "1 M"]:
     return decay(deal(1, pairs), base)
 
 
-# The "bounded logarithmic" ladder of the thesis in its three forms, and two others.
-
-
-def hdit(rungs: np.ndarray) -> np.ndarray:
-    """pi .. 10 pi: HDiT's code, which the thesis follows, and its section 3.3."""
-    return np.pi * 10**rungs
-
-
-def eq35(rungs: np.ndarray) -> np.ndarray:
-    """1 .. 10: equation 3.5 of the thesis."""
-    return 10**rungs
-
-
-def table31(rungs: np.ndarray) -> np.ndarray:
-    """1 .. 13.96: table 3.1 of the thesis."""
-    return np.pi ** (rungs * np.log(10))
-
-
-def exponential(rungs: np.ndarray) -> np.ndarray:
-    """1 .. 1/100: the ladder of 2-D RoPE."""
-    return decay(rungs, 100.0)
-
-
-def pixel(rungs: np.ndarray) -> np.ndarray:
-    """pi .. 5 pi in equal steps, both included.
-
-    `freqs_for="pixel"` of lucidrains' rotary-embedding-torch, with its max_freq of 10.
-    """
-    return np.pi * (1 + 4 * rungs * rungs.size / max(rungs.size - 1, 1))
+# The "bounded logarithmic" ladder of the thesis in its three forms, and two others: radians at
+# coordinate 1 of rungs in [0, 1).
+AXIAL_GENERATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    # pi .. 10 pi: HDiT's code, which the thesis follows, and its section 3.3.
+    "hdit": lambda rungs: np.pi * 10**rungs,
+    # 1 .. 10: equation 3.5 of the thesis.
+    "eq35": lambda rungs: 10**rungs,
+    # 1 .. 13.96: table 3.1 of the thesis.
+    "table31": lambda rungs: np.pi ** (rungs * np.log(10)),
+    # 1 .. 1/100: the ladder of 2-D RoPE.
+    "exponential": lambda rungs: decay(rungs, 100.0),
+    # pi .. 5 pi in equal steps, both included: `freqs_for="pixel"` of lucidrains'
+    # rotary-embedding-torch, with its max_freq of 10.
+    "pixel": lambda rungs: np.pi * (1 + 4 * rungs * rungs.size / max(rungs.size - 1, 1)),
+}
 
 
 def nyquist(rungs: np.ndarray, step: float) -> np.ndarray:
@@ -75,9 +63,6 @@ def nyquist(rungs: np.ndarray, step: float) -> np.ndarray:
     [[1.0, 2.0]]
     """
     return np.pi / max(step, 1) * (1 / min(max(step, 0.1), 1)) ** rungs
-
-
-AXIAL_GENERATORS = {make.__name__: make for make in (hdit, eq35, table31, exponential, pixel)}
 
 
 def two_axes(

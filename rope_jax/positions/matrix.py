@@ -389,29 +389,22 @@ class SphericalRope(Position):
         self.base, self.learnable = base, learnable
         if learnable:
             self.per_head = self.per_layer = True
-            freqs = jnp.tile(
-                jnp.asarray(self._ladder(), stage.dtype), (stage.depth, stage.heads, 2, 1)
-            )
-            self.freqs = nnx.Param(freqs, decay=False)  # [depth, N, (y, x), groups]
+            self.freqs = nnx.Param(self._ladder(stage.depth, stage.heads), decay=False)
 
-    def _ladder(self) -> Float[np.ndarray, "1 groups"]:
-        return frequencies.ladder(self.stage.head_dim // 3, self.base)
+    def _ladder(self, layers: int, heads: int) -> Float[Array, "layers heads two groups"]:
+        """The frequencies of rows and columns, equal in all layers and heads."""
+        ladder = frequencies.ladder(self.stage.head_dim // 3, self.base)
+        return jnp.asarray(np.tile(ladder, (layers, heads, 2, 1)), self.stage.dtype)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         coords = whole_map(grids.absolute(grid), self.stage)
-        if self.learnable:
-            freqs = self.freqs[...]
-        else:
-            freqs = jnp.asarray(np.tile(self._ladder(), (1, 1, 2, 1)), coords.dtype)
+        freqs = self.freqs[...] if self.learnable else self._ladder(1, 1)
         row, column = (coords[:, axis, None, None] * freqs[:, None, :, axis] for axis in (0, 1))
-        ones, zeros = jnp.ones_like(row), jnp.zeros_like(row)  # [layers, L, N or 1, groups]
-        cos, sin = jnp.cos(row), jnp.sin(row)
-        row_turns = [ones, zeros, zeros, zeros, cos, -sin, zeros, sin, cos]
-        cos, sin = jnp.cos(column), jnp.sin(column)
-        column_turns = [cos, -sin, zeros, sin, cos, zeros, zeros, zeros, ones]
-        row_turns, column_turns = (
-            jnp.stack(entries, axis=-1).reshape(*row.shape, 3, 3)
-            for entries in (row_turns, column_turns)
-        )
-        matrices = jnp.matmul(row_turns, column_turns, precision="highest")
+        (cos_y, sin_y), (cos_x, sin_x) = ((jnp.cos(x), jnp.sin(x)) for x in (row, column))
+        entries = [  # of R_12(row) R_01(column), [layers, L, N or 1, groups] each
+            *(cos_x, -sin_x, jnp.zeros_like(cos_x)),
+            *(cos_y * sin_x, cos_y * cos_x, -sin_y),
+            *(sin_y * sin_x, sin_y * cos_x, cos_y),
+        ]
+        matrices = jnp.stack(entries, axis=-1).reshape(*row.shape, 3, 3)
         return Terms(transform=TurnBlocks(PerLayer(matrices) if self.learnable else matrices[0]))

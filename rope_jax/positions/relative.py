@@ -47,17 +47,6 @@ def all_offsets(lengths: Grid) -> Float[np.ndarray, "rows columns 2"]:
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AddBias:
-    """A `Terms.transform` that adds `matrix` [N, L, L] to the logits."""
-
-    matrix: Array | PerLayer
-
-    def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
-        return attend(q, k, v, self.matrix)
-
-
 @scheme("rpb")
 class RelativeBias(Position):
     """A learned bias for each offset, per head and layer, in the form of the stage's attention.
@@ -130,15 +119,15 @@ class RelativeBias(Position):
         if key_norm:
             if prefix or not isinstance(stage.pattern, Global):
                 raise ValueError(
-                    "key_norm=True goes with global attention and without prefix=True: leave one "
-                    "of them out, or use another model"
+                    "key_norm=True needs global attention and cannot be combined with "
+                    "prefix=True: leave one of them out, or use another model"
                 )
             if "geometric" in (grow, shrink):
                 raise ValueError(
                     "grow and shrink are geometric for tables of offsets alone, and key_norm=True "
                     "also has a map: leave it out, or choose another rule"
                 )
-            self.acts, self.relative = "transform", False
+            self.relative = False
             ones = jnp.ones((stage.depth, *stage.grid), stage.dtype)
             self.key_scale = nnx.Param(ones, decay=False)
             self.key_bias = nnx.Param(jnp.zeros_like(ones), decay=False)
@@ -161,7 +150,7 @@ class RelativeBias(Position):
             table = jax.lax.rev(table, (2, 3))  # from key minus query to query minus key
         bias = offset_bias(table, self.stage)
         if self.key_scale is not None:
-            return Terms(transform=AddBias(PerLayer(self._normalize_keys(bias, grid))))
+            return Terms(bias=PerLayer(self._normalize_keys(bias, grid)))
         if self.prefix_offsets is not None:
             bias = jnp.concatenate([bias, self.prefix_offsets[...]], axis=2)
         return Terms(bias=PerLayer(bias))

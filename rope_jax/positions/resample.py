@@ -1,7 +1,7 @@
 """Resampling of learned position tables to another grid."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,29 +10,11 @@ from jaxtyping import Array, Float
 Matrix = Float[np.ndarray, "after before"]
 
 
-@functools.cache
-def bicubic_matrix(before: int, after: int) -> Matrix:
-    """Bicubic resampling along one axis, without antialiasing: DeiT, Swin and RoPE-ViT.
-
-    torch's `interpolate(mode="bicubic", align_corners=False)`: cubic convolution with a = -0.75,
-    four taps, indices clamped at the border. `jax.image.resize` has no equivalent (a = -0.5 there).
-    """
-    return _clamped_matrix(before, after, (-1, 0, 1, 2), _cubic)
-
-
-@functools.cache
-def dinov2_matrix(before: int, after: int) -> Matrix:
-    """Like `bicubic_matrix`, with DINOv2's `scale_factor=(after + 0.1) / before`."""
-    return _clamped_matrix(before, after, (-1, 0, 1, 2), _cubic, extra=0.1)
-
-
-@functools.cache
 def bilinear_matrix(before: int, after: int) -> Matrix:
     """`interpolate(mode="bilinear", align_corners=False)`, two taps: the CCT family."""
     return _clamped_matrix(before, after, (0, 1), lambda t: 1 - np.abs(t))
 
 
-@functools.cache
 def antialias_matrix(before: int, after: int) -> Matrix:
     """`interpolate(mode="bicubic", antialias=True)`, a = -0.5: timm.
 
@@ -45,7 +27,6 @@ def antialias_matrix(before: int, after: int) -> Matrix:
     return matrix / matrix.sum(axis=1, keepdims=True)
 
 
-@functools.cache
 def geometric_matrix(before: int, after: int) -> Matrix:
     """BEiT's resampling of a bias along one axis of offsets, both lengths odd.
 
@@ -75,10 +56,10 @@ def geometric_matrix(before: int, after: int) -> Matrix:
 def _clamped_matrix(
     before: int,
     after: int,
-    taps: tuple[int, ...],
+    taps: Sequence[int],
     kernel: Callable[[np.ndarray], np.ndarray],
     extra: float = 0.0,
-) -> np.ndarray:
+) -> Matrix:
     centre = (np.arange(after) + 0.5) * before / (after + extra) - 0.5
     left = np.floor(centre).astype(int)
     matrix = np.zeros((after, before))
@@ -109,10 +90,15 @@ def _crop_or_pad(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Array:
     return maps
 
 
-MATRICES = {
-    "bicubic": bicubic_matrix,
+_FOUR = {"taps": (-1, 0, 1, 2), "kernel": _cubic}
+MATRICES: Mapping[str, Callable[[int, int], Matrix]] = {
+    # torch's `interpolate(mode="bicubic", align_corners=False)`: DeiT, Swin and RoPE-ViT. Cubic
+    # convolution with a = -0.75, four taps, indices clamped at the border; `jax.image.resize` has
+    # no equivalent (a = -0.5 there).
+    "bicubic": functools.partial(_clamped_matrix, **_FOUR),
+    # With DINOv2's `scale_factor=(after + 0.1) / before`.
+    "dinov2": functools.partial(_clamped_matrix, **_FOUR, extra=0.1),
     "antialias": antialias_matrix,
-    "dinov2": dinov2_matrix,
     "bilinear": bilinear_matrix,
     "geometric": geometric_matrix,
 }

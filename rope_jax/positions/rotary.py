@@ -46,7 +46,7 @@ class Rotary(Position):
             weights of Heo et al., EVA-02 and VisionLLaMA are interleaved; the converter permutes.
         k_rope: only the first head_dim / k_rope channels of a head are rotated (thesis section
             3.3).
-        extend: the rule on a grid of another size than in training: "none" (the scheme's own),
+        extend: the rule for grids of a different size than in training: "none" (the scheme's own),
             "extrapolate", "interpolate", "ntk" or "yarn", see `rope_jax.positions.extension`.
         log_scale: False; True scales logits by ln L / ln L_trained, for L tokens in attention, in
             place of yarn's temperature.
@@ -342,7 +342,7 @@ class AxialRope(Rotary):
     (Thesis section 3.3; HDiT.)
 
     Options:
-        k_rope: 2.
+        k_rope: rotates the first head_dim / k_rope channels, 2.
         shared: False; True gives all heads the same frequencies.
         generator: the ladder: "hdit" (pi .. 10 pi), "eq35" (1 .. 10), "table31" (1 .. 13.96),
             "exponential" (1 .. 1/100), "pixel" (pi .. 5 pi in equal steps; lucidrains'

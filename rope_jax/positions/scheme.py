@@ -255,7 +255,7 @@ ACTS = {
 }
 
 RESOLUTION = {
-    "unchanged": "independent of the map",
+    "unchanged": "independent of the size",
     "extrapolate": "extrapolated: the same step per patch",
     "interpolate": "interpolated: the same range, smaller steps",
     "resample": "interpolated: its table is resampled",
@@ -338,6 +338,8 @@ def _add(first: Array | PerLayer | None, second: Array | PerLayer | None) -> Any
         return second if first is None else first
     per_layer = _is_marked(first) or _is_marked(second)
     first, second = (x.value if _is_marked(x) else x[None] for x in (first, second))
+    if first.ndim != second.ndim:
+        raise ValueError("position adds a matrix of biases to a table of offsets: use one of them")
     # A table without entries for prefix tokens has zeros there.
     entries = max(first.shape[-1], second.shape[-1])
     first, second = (

@@ -107,7 +107,7 @@ def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) 
         model.image_size,
         model.preprocessing,
         config,
-        weights=f"{workdir}, seed {config.seed}, step {step}{averaged}",
+        weights=f"{pathlib.Path(workdir)}, seed {config.seed}, step {step}{averaged}",
         step=step,
         sha256=file_sha256(f"{workdir}/checkpoints/{step}/manifest.json"),
     )

@@ -1,10 +1,11 @@
 """A run, from restoring or creating a model to training and evaluation.
 
-`python -m rope_jax.main` calls `train` or `evaluate_newest` with a config and a workdir.
+`python -m rope_jax.main` calls `train` with a config and a workdir.
 """
 
 import pathlib
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -46,6 +47,7 @@ def train(
     config: Config,
     workdir: pathlib.Path,
     *,
+    mode: Literal["train", "evaluate"] = "train",
     strict_restore: bool = False,
     resume_override: Sequence[str] = (),
 ) -> None:
@@ -54,44 +56,30 @@ def train(
     Args:
         config: of the run.
         workdir: the run's folder, which no other process may be using.
+        mode: "evaluate" only evaluates the newest checkpoint, finished or not.
         strict_restore: stop at a damaged checkpoint instead of going back to a valid one.
         resume_override: settings (and "images") that may differ from the run that is resumed.
 
     Raises:
-        ConfigError: an impossible combination, or a workdir of another run.
+        ConfigError: an impossible combination, a workdir of another run, or "evaluate" without a
+            checkpoint.
         Interrupted: a signal stopped the run; the last finished step is saved.
         NonFinite: the loss or a gradient is not finite; it is not saved.
         SaveFailed: the last checkpoint could not be written, or the workdir is not this run's.
     """
-    with stop_signals() as signals, Run.open(workdir, "train", keep=config.keep_checkpoints) as run:
+    with stop_signals() as signals, Run.open(workdir, mode, keep=config.keep_checkpoints) as run:
         setup, model = _prepare(config, run, strict_restore, resume_override)
         state = run.resume(setup, model, strict=strict_restore, override=resume_override)
         if state is None:
             state = start(setup, model)
         run.write_config(setup.config)
-        with choices_for_training(setup, state, workdir):
-            state = train_loop(setup, state, run, signals)
-            finish(setup, state, run, signals)
-
-
-def evaluate_newest(
-    config: Config,
-    workdir: pathlib.Path,
-    *,
-    strict_restore: bool = False,
-    resume_override: Sequence[str] = (),
-) -> None:
-    """Evaluates the newest checkpoint of a run, finished or not. Arguments as in `train`.
-
-    Raises:
-        ConfigError: there is no checkpoint, or it belongs to another run.
-    """
-    with stop_signals() as signals, Run.open(workdir, "evaluate") as run:
-        setup, model = _prepare(config, run, strict_restore, resume_override)
-        state = run.resume(setup, model, strict=strict_restore, override=resume_override)
-        run.write_config(setup.config)
-        with kernels_of_run(setup.config, workdir):
-            finish(setup, state, run, signals)
+        if mode == "train":
+            with choices_for_training(setup, state, workdir):
+                state = train_loop(setup, state, run, signals)
+                finish(setup, state, run, signals)
+        else:
+            with kernels_of_run(setup.config, workdir):
+                finish(setup, state, run, signals)
 
 
 def _prepare(

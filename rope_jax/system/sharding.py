@@ -135,13 +135,6 @@ def process_shard() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def take_shard(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """This process's part of a batch of which every process holds all."""
-    part, parts = process_shard()
-    rows = lambda x: slice(part * len(x) // parts, (part + 1) * len(x) // parts)
-    return {name: array[rows(array)] for name, array in batch.items()}
-
-
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
     """Moves this process's part of a batch to the mesh; returns the global arrays.
 

@@ -53,8 +53,7 @@ gets from the model what `head.loss` takes.
 from flax import nnx
 
 from rope_jax.data.labels import find_labels
-from rope_jax.models.dense import head_call
-from rope_jax.models.heads import find_head
+from rope_jax.models.dense import parse_head
 from rope_jax.names.registry import Registry
 from rope_jax.tasks.classification import Classification
 from rope_jax.tasks.detection import Detection
@@ -92,6 +91,6 @@ def task_for(head: str | None) -> Task:
         head: as for `create_model`; None for models that classify images.
 
     Raises:
-        ValueError: there is no such head.
+        ValueError: there is no such head or option.
     """
-    return TASKS["classification" if head is None else find_head(head_call(head).name).family.task]
+    return TASKS["classification" if head is None else parse_head(head)[1].task]

@@ -29,6 +29,6 @@ def augment_batch(batch: Batch, options: DataConfig, *, seed: int | Array) -> Ba
     if augment.pixels:
         keys = device.example_keys(seed, batch["epoch"], batch["index"])
         fill = tuple(round(255 * x) for x in options.mean)
-        images = device.apply(images, keys, augment.pixels, fill)
+        images = device.apply(images, keys, augment.pixels, fill=fill)
     images = device.normalise(images, options.mean, options.std, batch.get("extent"))
     return batch | {"image": images}

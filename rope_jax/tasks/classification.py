@@ -182,12 +182,12 @@ class Classification:
             if augment.erasing:
                 keys = device.example_keys(seed, part["epoch"], part["index"])
             if keys is not None and not m.before_erasing:
-                image = device.apply_erasing(image, keys, augment.erasing)
+                image = device.apply(image, keys, augment.erasing, first=device.ERASING)
             if m.mixup or m.cutmix:
                 image, *partners = mix(image)
                 mixed.append(partners)
             if keys is not None and m.before_erasing:
-                image = device.apply_erasing(image, keys, augment.erasing)
+                image = device.apply(image, keys, augment.erasing, first=device.ERASING)
             images.append(image)
         others, weight = mixed[0] if mixed else (labels, 1.0)  # of the largest size
         smoothing, classes = config.label_smoothing, config.model.num_classes
@@ -282,16 +282,8 @@ class Classification:
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
         preparation = {name: options[name] for name in ("crop", "interpolation")}
         preprocessing = Preprocessing(evaluator.mean, evaluator.std, **preparation)
-        row["protocol"] = images.protocol
-        if preprocessing.crop:
-            height, width = map(preprocessing.short_side, images.size)
-            square = images.size[0] == images.size[1]
-            resized = f"a short side of {height}" if square else f"at least {height} x {width}"
-            row["protocol"] = (
-                f"whole image resized to {resized} pixels ({preprocessing.interpolation}, "
-                f"antialiased), centre cropped (ratio {preprocessing.crop:g})"
-            )
-        return row | {"note": images.note} | dataclasses.asdict(preprocessing), []
+        described = {"protocol": images.protocol, "note": images.note}
+        return row | described | dataclasses.asdict(preprocessing), []
 
 
 def check_folders(model: nnx.Module, images: Streamed) -> None:

@@ -9,8 +9,7 @@ from flax import nnx
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.labels import Labels
-from rope_jax.models.dense import head_call
-from rope_jax.models.heads import find_head
+from rope_jax.models.dense import parse_head
 
 
 def check_dense(
@@ -51,7 +50,7 @@ def check_dense(
                 f"--config.{name}={value} is for classes of whole images: set it to {required} "
                 f"with {head}"
             )
-    family = find_head(head_call(config.model.head).name).family
+    _, family, _ = parse_head(config.model.head)
     if config.accumulate > 1 and not family.divisible:
         raise ConfigError(
             f"--config.accumulate={config.accumulate} cannot be combined with {head}, whose loss "
@@ -60,7 +59,7 @@ def check_dense(
     with blame("--config.data.augment"):
         split = split_augment(config.data.augment)
     for augmentation in (*split.pixels, *split.erasing):
-        if not augmentation.entry.colours:
+        if labels.labels_of not in augmentation.entry.labels:
             raise ConfigError(
                 f"--config.data.augment: {augmentation.name} changes images, but not {targets}: "
                 f"leave it out with {head}"

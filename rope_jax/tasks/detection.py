@@ -29,9 +29,8 @@ from rope_jax.data import Images, Streamed, check_objects, load
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.masks import Mask, encode_mask
 from rope_jax.data.labels import BoxLabels, find_labels
-from rope_jax.models.dense import head_call
+from rope_jax.models.dense import parse_head
 from rope_jax.models.description import Preprocessing
-from rope_jax.models.heads import find_head
 from rope_jax.models.heads.detection import Targets, scale_boxes
 from rope_jax.tasks.augmented import Batch, augment_batch
 from rope_jax.tasks.average_precision import ImageDetections, average_precision, require_pycocotools
@@ -76,15 +75,13 @@ class Detection:
         require_pycocotools()
         sources = "scenes or coco"
         check_dense(config, images, labels=self.labels, sources=sources, targets="their boxes")
-        head = head_call(config.model.head)
-        kind = find_head(head.name).options
-        options = kind.override(f"the head {head.name!r}", dict(head.options))
+        name, _, options = parse_head(config.model.head)
         queries = getattr(options, "queries", None)
         if queries is not None and config.data.max_boxes > queries:
             raise ConfigError(
                 f"--config.data.max_boxes={config.data.max_boxes} is more than the head's "
                 f"{queries} queries, each of which can find one object: use at most {queries}, or "
-                f"--config.model.head={head.name}(queries={config.data.max_boxes})"
+                f"--config.model.head={name}(queries={config.data.max_boxes})"
             )
 
     def prepare_batch(
@@ -193,7 +190,7 @@ class Detection:
         the set."""
         if size is not None:
             return dataclasses.replace(images, crop=f"fit(short={min(size)},long={max(size)})")
-        if frame is not None and self.labels.serves(parse_crop(frame).entry):
+        if frame is not None and self.labels.labels_of in parse_crop(frame).entry.labels:
             return dataclasses.replace(images, crop=frame)
         return dataclasses.replace(images, size=_sides(images.crop))
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rope_jax.positions.resample import bilinear_matrix
-from rope_jax.system.sharding import put_batch, replicate, take_shard
+from rope_jax.system.sharding import put_batch, replicate
 from rope_jax.tasks.evaluator import Apply
 
 Size = tuple[int, int]
@@ -153,7 +153,7 @@ class Windows:
         for first in range(0, len(starts), self.batch):
             indices = np.minimum(np.arange(first, first + self.batch), len(starts) - 1)
             crops = np.stack([image[boxes[i]] for i in indices])
-            batch = put_batch(take_shard({"image": crops}), self._mesh)
+            batch = put_batch({"image": crops}, self._mesh)
             logits = self._apply(weights, batch["image"])
             if sums is None:
                 wide = jnp.promote_types(logits.dtype, jnp.float32)

@@ -85,8 +85,8 @@ def learning_rate_schedule(
 
 def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> optax.Schedule:
     """The learning rate over steps or epochs; cosine and poly end at `total`."""
-    if options.schedule in _FACTORS:
-        return _add_warmup(options, _FACTORS[options.schedule](options, total), warmup)
+    if options.schedule in ("poly", "step"):
+        return _times_warmup(options, warmup, total)
     peak, end = options.learning_rate, options.min_learning_rate
     start = warmup if options.warmup_prefix else 0  # of the cosine
 
@@ -109,42 +109,24 @@ def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> opt
     return optax.join_schedules([before, after], [warmup])
 
 
-def _poly(options: OptimConfig, total: int | float) -> optax.Schedule:
-    """A power of the remaining fraction of the run, from the peak to the minimum."""
+def _times_warmup(options: OptimConfig, warmup: int | float, total: int | float) -> optax.Schedule:
+    """poly: a power of the remaining fraction of the run; step: a tenth after each milestone.
+
+    Both are multiplied by a factor that rises linearly to 1 in the warmup.
+    """
     peak, end = options.learning_rate, options.min_learning_rate
-
-    def rate(time: Any) -> Any:
-        remaining = jnp.clip((total - jnp.asarray(time, jnp.float32)) / total, 0, 1)
-        return end + (peak - end) * remaining**options.power
-
-    return rate
-
-
-def _steps(options: OptimConfig, total: int | float) -> optax.Schedule:
-    """The peak, divided by ten at each milestone."""
+    low = options.warmup_learning_rate / peak if peak else 0.0
     milestones = np.asarray(options.milestones, np.float32)
 
     def rate(time: Any) -> Any:
-        passed = (jnp.asarray(time, jnp.float32) >= milestones).sum()
-        return options.learning_rate * 0.1**passed
+        time = jnp.asarray(time, jnp.float32)
+        if options.schedule == "poly":
+            value = end + (peak - end) * jnp.clip((total - time) / total, 0, 1) ** options.power
+        else:
+            value = peak * 0.1 ** (time >= milestones).sum()
+        return value * (low + (1 - low) * jnp.minimum(time / warmup, 1)) if warmup else value
 
     return rate
-
-
-_FACTORS = {"poly": _poly, "step": _steps}
-
-
-def _add_warmup(options: OptimConfig, rate: optax.Schedule, warmup: int | float) -> optax.Schedule:
-    """Multiplies a curve by a factor that rises linearly to 1 in the warmup."""
-    if not warmup:
-        return rate
-    low = options.warmup_learning_rate / options.learning_rate if options.learning_rate else 0.0
-
-    def rate_with_warmup(time: Any) -> Any:
-        fraction = jnp.minimum(jnp.asarray(time, jnp.float32) / warmup, 1)
-        return rate(time) * (low + (1 - low) * fraction)
-
-    return rate_with_warmup
 
 
 def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:

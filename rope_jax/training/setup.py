@@ -241,24 +241,7 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
 
 
 def _check_sizes(config: Config, model: nnx.Module) -> None:
-    """Rejects further training sizes, and distillation between sizes, that are not supported."""
-    if config.distill is None and config.distill_from != "feature":
-        raise ConfigError(
-            f"--config.distill_from={config.distill_from} needs --config.distill: name a distance, "
-            "or leave it out"
-        )
-    if config.distill is not None and not config.data.more_sizes:
-        raise ConfigError(
-            f"--config.distill={config.distill} is between the resolutions of a step: name further "
-            "ones with --config.data.more_sizes, or leave it out"
-        )
-    if not config.data.more_sizes:
-        return
-    if config.model.head is not None or config.data.on_device:
-        flag = "data.on_device" if config.data.on_device else "model.head"
-        raise ConfigError(
-            f"--config.data.more_sizes cannot be combined with --config.{flag}: leave one out"
-        )
+    """Rejects further training sizes, and distillation of features, that the model cannot serve."""
     with blame("--config.data.more_sizes"):
         for size in config.data.other_sizes:
             model.check_size(size)

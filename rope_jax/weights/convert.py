@@ -30,7 +30,7 @@ from rope_jax.weights.isotropic import (
     resformer,
     t2t,
 )
-from rope_jax.weights.layouts import FIRST, Slot, find_rotary
+from rope_jax.weights.layouts import Slot, find_rotary
 from rope_jax.weights.links import (
     CLASSIFIER,
     HEADS,
@@ -76,6 +76,9 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
 
 WHOLE = (OWN, "mmseg", "segmenter", "detectron2", "vit_adapter", "detrex", "mask2former")
 """Sources that name a model with its head of dense prediction, too; others name classifiers."""
+
+_BUFFERS = (".attn_mask", ".num_batches_tracked", ".relative_position_index")
+"""Ends of the names of tensors that follow from others, or count batches, in any source."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 Grids = Mapping[str, Grid]
@@ -248,7 +251,7 @@ def plan_conversion(
     table = name_table(model, source, shapes)
     fresh = _fresh(model, table, shapes, backbone)
     named_links, problems = link_parameters(model, table, source, fresh)
-    named_links = [_find_alternative(_unstack(link, shapes), table, shapes) for link in named_links]
+    named_links = [_find_alternative(link, table, shapes) for link in named_links]
     links, zeros, missing, grids = [], [], [], grids or {}
     named_links, new_head = _without_head(named_links, shapes, new_head)
     backbone = backbone or (bool(fresh) and not model.num_classes)
@@ -295,7 +298,7 @@ def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bo
         return 0, False
     count = sum(
         key in keys
-        or _matches_any(table.dropped, key)
+        or _is_dropped(table, key)
         or _frozen(model, table, key, tuple(shape)) is not None
         for key, (shape, _) in shapes.items()
     )
@@ -320,7 +323,7 @@ def _without_parameter(
     frozen, problems, unexpected = {}, [], []
     for key in unmatched:
         shape, dtype = shapes[key]
-        if _matches_any(table.dropped, key):
+        if _is_dropped(table, key):
             continue
         expected = _frozen(model, table, key, tuple(shape))
         if expected is None:
@@ -342,16 +345,6 @@ def _without_parameter(
             f"takes it{advice if key in schemes else ''}"
         )
     return frozen, problems
-
-
-def _unstack(link: Link, shapes: Shapes) -> Link:
-    """Links to a layer of a tensor, in an older file in which blocks are stacked."""
-    match = re.fullmatch(r"(.*\bblocks)\.(\d+)(\..*)", link.key)
-    if link.key in shapes or match is None or match[1] + match[3] not in shapes:
-        return link
-    layer = int(match[2])
-    rule = dataclasses.replace(FIRST, cut=slice(layer, layer + 1))
-    return Link(link.slot, match[1] + match[3], rule)
 
 
 def _find_alternative(link: Link, table: Table, shapes: Shapes) -> Link:
@@ -426,6 +419,10 @@ def refuse(problems: list[str], source: str) -> None:
             f"the weights do not fit the model by the names of source={source!r}; {count}:"
             f"\n  {details}"
         )
+
+
+def _is_dropped(table: Table, key: str) -> bool:
+    return key.endswith(_BUFFERS) or _matches_any(table.dropped, key)
 
 
 def _matches_any(templates: tuple[str, ...], key: str) -> bool:

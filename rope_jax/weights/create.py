@@ -113,13 +113,11 @@ def create_model(
     if isinstance(pretrained, ReleasedWeights) and pretrained.model == name:  # before a download
         options = {**pretrained.description.options, **overrides}
         find_model(name).options.override(name, options)
-    if pretrained is not False:
-        opened = open_listed(pretrained, weights_dir)
-    elif weights_dir is None:
-        opened = contextlib.nullcontext()
-    else:
+    if pretrained is False and weights_dir is not None:
         raise ValueError(f"weights_dir={os.fspath(weights_dir)} needs pretrained=True, or a tag")
-    with opened as file:
+    with (
+        contextlib.nullcontext() if pretrained is False else open_listed(pretrained, weights_dir)
+    ) as file:
         described = None if file is None else file.description
         if name == pretrained:
             if described is None:

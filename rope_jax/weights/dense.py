@@ -69,9 +69,7 @@ def adapter_backbone(model: nnx.Module) -> Table:
         extra = f"interactions.{{i}}.extra_extractors.{index - 1}"
         rows += _extractor(f"interactions.{{i}}.extractors.{index}", extra)
     rows = [(f"{prefix}{ours}", f"{prefix}{theirs}", rule) for ours, theirs, rule in rows]
-    norms = [f"spm.stem.{n}" for n in (1, 4, 7)] + [f"spm.conv{n}.1" for n in (2, 3, 4)]
-    norms += [f"norm{n}" for n in (1, 2, 3, 4)]
-    return Table(rows, dropped=tuple(f"{prefix}{name}.num_batches_tracked" for name in norms))
+    return Table(rows)
 
 
 def _spatial_prior() -> list[Row]:

@@ -5,7 +5,7 @@ import dataclasses
 from flax import nnx
 
 from rope_jax.weights.dense import deformable, detectron2
-from rope_jax.weights.hierarchical import SWIN_DROPPED, swin_rows
+from rope_jax.weights.hierarchical import swin_rows
 from rope_jax.weights.layouts import SAME
 from rope_jax.weights.links import CLASSIFIER
 from rope_jax.weights.tables import Row, Table, conv, dense, norm, torch_attention, within
@@ -34,7 +34,7 @@ def detrex(model: nnx.Module) -> Table:
         rows += within("backbone.", _stage_norms(model), "")
         swin = [row for row in swin_rows() if not row[0].startswith(CLASSIFIER)]
         rows += within("backbone.", swin, "backbone.")
-        return Table(rows, dropped=(*_TWICE, *(f"backbone.{name}" for name in SWIN_DROPPED)))
+        return Table(rows, dropped=_TWICE)
     table = detectron2(model)
     rows += within("backbone.", table.rows, "")
     return dataclasses.replace(table, rows=rows, dropped=_TWICE)

@@ -3,12 +3,11 @@
 Interrupted downloads are resumed.
 """
 
-import contextlib
 import fcntl
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from rope_jax.system.files import file_sha256
@@ -88,6 +87,7 @@ def download(url: str, path: pathlib.Path) -> None:
     """Downloads a file.
 
     An interrupted download leaves `path` with ".part" added, where the next one resumes.
+    Downloads into one folder wait for each other, also those of other processes.
 
     Args:
         url: of the file.
@@ -101,14 +101,15 @@ def download(url: str, path: pathlib.Path) -> None:
     """
     part = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(part) as file:
+    with open(path.parent / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():  # by another process
-            part.unlink()
             return
         try:
-            _resume(url, file)
+            with open(part, "ab") as file:
+                _resume(url, file)
         except OSError as error:  # and all of requests' errors
-            if not os.path.getsize(part):
+            if part.exists() and not os.path.getsize(part):
                 part.unlink()
             raise FileNotFoundError(
                 f"{_failure(url, error)}, or save the file as {path}"
@@ -118,21 +119,6 @@ def download(url: str, path: pathlib.Path) -> None:
             part.unlink()
             raise ValueError(f"{url} is damaged: its SHA-256 does not begin with {digits[1]}")
         os.replace(part, path)
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file to append to, which this process alone writes."""
-    while True:
-        with open(path, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                is_current = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-            except FileNotFoundError:
-                is_current = False
-            if is_current:  # not moved or deleted while this process waited
-                yield file
-                return
 
 
 def _resume(url: str, file: BinaryIO) -> None:

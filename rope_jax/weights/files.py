@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rope_jax.models.description import Description, Preprocessing
+from rope_jax.system.files import write_file
 from rope_jax.system.npz import open_npz
 from rope_jax.weights.convert import SOURCES
 from rope_jax.weights.download import hub_file
@@ -21,7 +23,6 @@ from rope_jax.weights.metadata import Metadata
 from rope_jax.weights.torch_files import open_torch
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that a repository has
-_HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 # Of paths; a hub id may contain dots, too.
@@ -77,7 +78,7 @@ def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile
     with _open_file(path) as file:
         yield dataclasses.replace(
             file,
-            source=file.source or _HUB_SOURCES.get(owner),
+            source=file.source or ("timm" if owner == "timm" else None),
             where=where,
             preprocessing=None if owner is None else _hub_preprocessing(where),
             path=path,
@@ -166,17 +167,10 @@ def write_safetensors(
     """
     import safetensors.numpy
 
-    if not path.endswith(".safetensors"):
-        path = os.path.join(path, HUB_FILES[0])
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    file = pathlib.Path(path if path.endswith(".safetensors") else os.path.join(path, HUB_FILES[0]))
+    file.parent.mkdir(parents=True, exist_ok=True)
     entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
-    temporary = f"{path}.tmp"
-    try:
-        safetensors.numpy.save_file(state_dict, temporary, metadata=entries)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
+    write_file(file, safetensors.numpy.save(state_dict, metadata=entries))
 
 
 def _hub_preprocessing(name: str) -> Preprocessing | None:

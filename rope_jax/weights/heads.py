@@ -5,7 +5,7 @@ from dataclasses import replace
 from flax import nnx
 
 from rope_jax.weights.dense import adapter_backbone, deformable
-from rope_jax.weights.hierarchical import SWIN_DROPPED, swin_rows
+from rope_jax.weights.hierarchical import swin_rows
 from rope_jax.weights.layouts import DECONV, FIRST, POINTWISE, QKV_BIAS, QKV_WEIGHT, SAME
 from rope_jax.weights.links import HEADS
 from rope_jax.weights.tables import (
@@ -22,17 +22,6 @@ from rope_jax.weights.tables import (
     within,
 )
 from rope_jax.weights.timm import timm
-
-_COUNT = "num_batches_tracked"
-_BATCH_NORMS = (
-    f"decode_head.psp_modules.{{i}}.1.bn.{_COUNT}",
-    f"decode_head.lateral_convs.{{i}}.bn.{_COUNT}",
-    f"decode_head.fpn_convs.{{i}}.bn.{_COUNT}",
-    f"decode_head.bottleneck.bn.{_COUNT}",
-    f"decode_head.fpn_bottleneck.bn.{_COUNT}",
-    f"auxiliary_head.convs.0.bn.{_COUNT}",
-    f"backbone.fpn1.1.{_COUNT}",
-)
 
 
 def segmenter(model: nnx.Module) -> Table:
@@ -74,7 +63,7 @@ def mmseg(model: nnx.Module) -> Table:
         rows += _pointwise("neck.laterals.{i}", "neck.lateral_convs.{i}.conv")
         rows += conv("neck.convs.{i}", "neck.convs.{i}.conv")
         zeros = ("backbone.patch_embed.projection.bias",)
-        return Table(rows, dropped=_BATCH_NORMS, zeros=zeros)
+        return Table(rows, zeros=zeros)
     table = timm(model.backbone)
     deconvs: list[Row] = [
         *dense("up1", "fpn1.0", DECONV),
@@ -85,7 +74,7 @@ def mmseg(model: nnx.Module) -> Table:
     rows += within("backbone.", _without_classifier(table.rows), "backbone.")
     rows += within("backbone.", deconvs, "neck.")
     dropped = tuple(f"backbone.{name}" for name in table.dropped)
-    return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
+    return Table(rows, table.pairing, table.preprocessing, dropped)
 
 
 def vit_adapter(model: nnx.Module) -> Table:
@@ -95,7 +84,7 @@ def vit_adapter(model: nnx.Module) -> Table:
     """
     table = adapter_backbone(model)
     rows = [*table.rows, *within("", [*_upernet(), *_mask_rcnn()], _head(model))]
-    return replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
+    return replace(table, rows=rows)
 
 
 def mask2former(model: nnx.Module) -> Table:
@@ -114,11 +103,9 @@ def mask2former(model: nnx.Module) -> Table:
     rows = within("sem_seg_head.", rows, "head.")
     rows += within("backbone.", _without_classifier(swin_rows()), "backbone.")
     rows += norm("neck.norms.{i}", "backbone.norm{i}")
-    dropped = tuple(f"backbone.{name}" for name in SWIN_DROPPED)
     features = "sem_seg_head.predictor.query_feat.weight"
     older = features.replace("query_feat", "static_query")  # before it was published
-    dropped = (*dropped, "criterion.empty_weight")
-    return Table(rows, dropped=dropped, alternatives=((features, older),))
+    return Table(rows, dropped=("criterion.empty_weight",), alternatives=((features, older),))
 
 
 def _head(model: nnx.Module) -> str:

@@ -29,7 +29,6 @@ from rope_jax.weights.tables import (
 )
 
 _BLOCK = "layers.{s}.blocks.{j}"
-SWIN_DROPPED = (f"{_BLOCK}.attn_mask", f"{_BLOCK}.attn.relative_position_index")
 
 
 def swin_rows(*, downsample: str = "layers.{s}.downsample", head: str = "head") -> list[Row]:
@@ -66,7 +65,7 @@ SWIN_FROZEN: tuple[tuple[str, Frozen], ...] = (
 
 def swin(model: nnx.Module) -> Table:
     """microsoft/Swin-Transformer, V1 and V2; evaluated on the central 224 of 256 pixels."""
-    return Table(swin_rows(), dropped=SWIN_DROPPED, frozen=SWIN_FROZEN)
+    return Table(swin_rows(), frozen=SWIN_FROZEN)
 
 
 def nat(model: nnx.Module) -> Table:
@@ -78,7 +77,7 @@ def nat(model: nnx.Module) -> Table:
     if not model.hierarchical:
         rows = isotropic(blocks="layers.{i}")
         rows.append(("position.rpb.offsets.{i}", "layers.{i}.attn.rpb", OFFSETS))
-        return Table(rows, "half", dropped=("layers.{i}.attn.relative_position_index",))
+        return Table(rows, "half")
     patches = hasattr(model.patch_embed.proj, "kernel")
     stage, reduction = ("layers.{s}", dense) if patches else ("levels.{s}", conv)
     rows = hierarchical(stages=stage, downsample=f"{stage}.downsample")
@@ -100,7 +99,7 @@ def naver(model: nnx.Module) -> Table:
         return Table(rows, "interleaved", Preprocessing(crop=1.0), dropped)
     freqs = f"{_BLOCK}.attn.rope_freqs"
     rows = [*swin_rows(), ("stages.{s}.position.rope_mixed.mixed.{j}", freqs, FREQS)]
-    dropped = (*SWIN_DROPPED, f"{_BLOCK}.attn.rope_t_x", f"{_BLOCK}.attn.rope_t_y")
+    dropped = (f"{_BLOCK}.attn.rope_t_x", f"{_BLOCK}.attn.rope_t_y")
     return Table(rows, "interleaved", dropped=dropped, frozen=((freqs, _axial_freqs),))
 
 

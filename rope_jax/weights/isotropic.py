@@ -1,12 +1,10 @@
 """Name tables of isotropic ViTs, including those with special stems or blocks, by source."""
 
-from dataclasses import replace
-
 import numpy as np
 from flax import nnx
 
 from rope_jax.models.description import Preprocessing
-from rope_jax.positions.absolute import Absolute, Learned, SinCos1D
+from rope_jax.positions.absolute import Absolute, Learned
 from rope_jax.weights.layouts import (
     DEPTHWISE,
     POINTWISE,
@@ -27,9 +25,9 @@ from rope_jax.weights.tables import (
     block,
     conv,
     dense,
-    halves,
     isotropic,
     norm,
+    parts,
 )
 
 _DINO_SCALES = ("ls1.gamma", "ls2.gamma")
@@ -57,25 +55,22 @@ def lape(model: nnx.Module) -> Table:
         ("position.lape.scale.{i}", "blocks.{i}.pe_norm.weight", SAME),
         ("position.lape.bias.{i}", "blocks.{i}.pe_norm.bias", SAME),
     ]
-    return Table(rows, frozen=(("pos_embed", _lape_sinusoids),))
+    return Table(rows, frozen=(("pos_embed", _sinusoids),))
 
 
-def _lape_sinusoids(
+def _sinusoids(
     model: nnx.Module, numbers: dict[str, int], shape: tuple[int, ...]
 ) -> np.ndarray | None:
+    """A file's table of sinusoids, [T, C] or [1, T, C], of a square map where possible."""
     position = getattr(model, "position", None)
     scheme = getattr(position, "inner", position)
-    if not isinstance(scheme, Absolute) or isinstance(scheme, Learned) or len(shape) != 2:
+    if not isinstance(scheme, Absolute) or isinstance(scheme, Learned) or len(shape) < 2:
         return None
-    return absolute_table(scheme, *shape)
-
-
-def absolute_table(scheme: Absolute, tokens: int, channels: int) -> np.ndarray | None:
-    """A scheme's table for a file's number of tokens, on a square map where possible."""
-    stage = scheme.stage
+    (tokens, channels), stage = shape[-2:], scheme.stage
     if channels != stage.channels or tokens > 2**16:  # a file may have any shape
         return None
-    return np.asarray(scheme.table(square(tokens - stage.embed_prefix) or stage.grid))
+    table = scheme.table(square(tokens - stage.embed_prefix) or stage.grid)
+    return np.asarray(table)[(None,) * (len(shape) - 2)]
 
 
 def dinov2(model: nnx.Module) -> Table:
@@ -104,7 +99,10 @@ def dinov3(model: nnx.Module) -> Table:
         ("blocks.{i}.attn.qv_bias", "blocks.{i}.attn.qkv.bias", QV_BIAS),
     ]
     if getattr(model.options, "feed_forward", None) == "swiglu":
-        rows += halves("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.w1", "blocks.{i}.mlp.w2")
+        rows += parts(
+            dense("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.w1"),
+            dense("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.w2"),
+        )
         rows += dense("blocks.{i}.mlp.fc2", "blocks.{i}.mlp.w3")
     rows += isotropic(scales=_DINO_SCALES)
     dropped = (
@@ -159,15 +157,12 @@ def augreg(model: nnx.Module) -> Table:
         *layer("head", "head"),
         *layer("head.pre_logits", "pre_logits"),
     ]
-    parts = [
-        layer(
-            f"{ours}.attn.qkv",
-            f"{attention}/{name}",
-            *(replace(r, part=(place, 3)) for r in (kernel, bias)),
+    rows += parts(
+        *(
+            layer(f"{ours}.attn.qkv", f"{attention}/{name}", kernel, bias)
+            for name in ("query", "key", "value")
         )
-        for place, name in enumerate(("query", "key", "value"))
-    ]
-    rows += [row for kind in zip(*parts, strict=True) for row in kind]
+    )
     half = (0.5,) * 3
     return Table(rows, preprocessing=Preprocessing(half, half, 0.0, "bilinear"))
 
@@ -182,17 +177,6 @@ def resformer(model: nnx.Module) -> Table:
         ("position.lpe.bias.{i}", "blocks.{i}.attn.get_v.bias", SAME),
     ]
     return Table(rows)
-
-
-def _sinusoids(
-    model: nnx.Module, numbers: dict[str, int], shape: tuple[int, ...]
-) -> np.ndarray | None:
-    """A file's table of 1-D sinusoids, [1, T, C]; see `Table.frozen`."""
-    scheme = getattr(model, "position", None)
-    if not isinstance(scheme, SinCos1D) or len(shape) != 3 or shape[0] != 1:
-        return None
-    table = absolute_table(scheme, *shape[1:])
-    return None if table is None else table[None]
 
 
 _CIFAR = {  # by the number of classes
@@ -252,16 +236,16 @@ def t2t(model: nnx.Module) -> Table:
 
 
 def ceit(model: nnx.Module) -> Table:
-    """coeusguo/ceit; the batch counts of its batch norms are ignored."""
+    """coeusguo/ceit."""
     leff = "blocks.{i}.leff"
-    batch_norms = {f"{leff}.bn{n}": f"{leff}.bn{n}" for n in (1, 2, 3)}
-    batch_norms["patch_embed.bn"] = "i2t.backbone.bn"
     rows = [
         *conv("patch_embed.conv", "i2t.backbone.conv"),
+        *batch_norm("patch_embed.bn", "i2t.backbone.bn"),
         *conv("patch_embed.proj", "i2t.proj"),
         *dense(f"{leff}.conv1", f"{leff}.conv1", POINTWISE),
         *conv(f"{leff}.conv2", f"{leff}.conv2"),
         *dense(f"{leff}.conv3", f"{leff}.conv3", POINTWISE),
+        *batch_norm(f"{leff}.bn{{n}}", f"{leff}.bn{{n}}"),
         *dense("lca.mlp.fc1", "lca.feedforward.fc1"),
         *dense("lca.mlp.fc2", "lca.feedforward.fc2"),
         *block("lca", "lca", scales=("", "")),
@@ -269,10 +253,7 @@ def ceit(model: nnx.Module) -> Table:
         APE,
         *isotropic(),
     ]
-    for ours, theirs in batch_norms.items():
-        rows += batch_norm(ours, theirs)
-    counts = tuple(f"{theirs}.num_batches_tracked" for theirs in batch_norms.values())
-    return Table(rows, dropped=counts)
+    return Table(rows)
 
 
 def _swap_k_and_v(x: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from rope_jax.weights.convert import (
 )
 from rope_jax.weights.files import EXTENSIONS, WeightsFile, write_safetensors
 from rope_jax.weights.links import list_slots
-from rope_jax.weights.metadata import CLASSIFIER_OPTIONS, Metadata, family_name
+from rope_jax.weights.metadata import Metadata, family_name
 from rope_jax.weights.own import OWN, parameter_name
 from rope_jax.weights.released import open_listed, schemes_of_weights
 
@@ -155,12 +155,17 @@ def load_weights(
     file = _extract_backbone(model, file)
     target, source, plan = _plan(model, file, source, new_head=new_head)
     if file.metadata is None:
-        message, advice = _unlike_listed(model, target, file), "Create that model"
-    elif message := _other_model(target, file, plan.backbone):
-        advice = _advice(target, file.metadata.options)
-    if message and other_model is None:
-        raise ValueError(f"{message}. {advice}")
-    if message:
+        different = _unlike_listed(model, target, file)
+    else:
+        different = _unlike_saved(target, file, plan.backbone)
+    if different:
+        owner = "another model" if file.listed is None else file.listed.name
+        message = f"{file.where!r} holds the weights of {owner}: {'; '.join(different)}"
+        if other_model is None:
+            raise ValueError(
+                f"{message}. Create the model that was saved, or pass the arrays to "
+                "rope_jax.convert_state_dict, which checks names and shapes only"
+            )
         other_model(message)
     fill(target, plan, file.read, source, file.where)
     description = file.description
@@ -176,8 +181,8 @@ def load_weights(
         model.class_names = description.class_names
 
 
-def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> str | None:
-    """A message about published weights of another model, as far as names and shapes may not show.
+def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> list[str]:
+    """Differences of published weights' model, as far as names and shapes may not show them.
 
     Args:
         model: to be filled.
@@ -186,7 +191,7 @@ def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> 
     """
     listed = file.listed
     if listed is None:
-        return None
+        return []
     there = find_model(listed.name).options.override(listed.name, listed.options)
     related = type(there) is type(target.options)
     differences = [
@@ -201,12 +206,7 @@ def _unlike_listed(model: nnx.Module, target: nnx.Module, file: WeightsFile) -> 
     positions = [schemes_of_weights(text) for text in (listed.position, model.notation)]
     if positions[0] != positions[1]:
         differences.append(("position", listed.position, model.notation))
-    different = [
-        f"{name} is {old} there and {new} here" for name, old, new in differences if old != new
-    ]
-    if not different:
-        return None
-    return f"{file.where!r} holds the weights of {listed.name}: {'; '.join(different)}"
+    return [f"{name} is {old} there and {new} here" for name, old, new in differences if old != new]
 
 
 def _heads(model: nnx.Module, file: WeightsFile) -> tuple[str | None, str | None]:
@@ -344,8 +344,8 @@ def _grids(model: nnx.Module, file: WeightsFile, source: str) -> Grids:
     }
 
 
-def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
-    """A message about weights of a different model; None for those of this one.
+def _unlike_saved(model: nnx.Module, file: WeightsFile, backbone: bool) -> list[str]:
+    """Differences of saved weights' model.
 
     `backbone` is whether the model is that of a model of dense prediction.
     """
@@ -354,24 +354,7 @@ def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | 
         # Under these names, order and pairing of the schemes are those of the model.
         saved, current = _schemes(file.description.position), _schemes(model.notation)
         other = [f"position is {saved} there and {current} here"] if saved != current else []
-    if not other:
-        return None
-    return f"{file.where!r} holds the weights of another model: {'; '.join(other)}"
-
-
-def _advice(model: nnx.Module, saved: Mapping[str, Any]) -> str:
-    """Advice for weights of a model with other options."""
-    current = dataclasses.asdict(model.options)
-    shared = [name for name in CLASSIFIER_OPTIONS if name in current and name in saved]
-    changed = {name: saved[name] for name in shared if saved[name] != current[name]}
-    if not changed:
-        return (
-            "Create the model that was saved, or pass the arrays to rope_jax.convert_state_dict, "
-            "which checks names and shapes only"
-        )
-    settings = ", ".join(f"{name}={value}" for name, value in changed.items())
-    head = ", or with a head of dense prediction" if all(changed.values()) else ""
-    return f"Create the model as it was saved, with {settings}{head}"
+    return other
 
 
 def _schemes(notation: str) -> list[str]:
@@ -411,6 +394,7 @@ def save_pretrained(
     Raises:
         ValueError: the source has no name for some of the parameters; the path has another
             extension.
+        OSError: the file could not be written; a previous one is untouched.
     """
     path = os.fspath(path)
     if os.path.splitext(path)[1] in EXTENSIONS[1:]:

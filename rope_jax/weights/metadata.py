@@ -27,11 +27,9 @@ _IGNORED = {
     *("window_size", "grow", "shrink", "resampler"),  # how tables are resized
     "pairing",  # converted
 }
-CLASSIFIER_OPTIONS = ("class_token", "last_norm")
-"""Options of parameters that a backbone of dense prediction may lack, and its classifier has."""
-# All options in which it may differ from its classifier.
+# Options in which a backbone of dense prediction may differ from its classifier.
 _OF_CLASSIFIERS = {
-    *CLASSIFIER_OPTIONS,
+    *("class_token", "last_norm"),
     *("attention", "global_blocks", "window_padding", "window_box"),
     "norm_epsilon",  # Segmenter's code has 1e-5 with weights trained with 1e-6
 }

@@ -1,7 +1,7 @@
 """The names of parameters in this package: those of `save_pretrained` and of runs.
 
 A parameter is named by its path, "blocks.0.attn.qkv.kernel". Stacked blocks have the names of
-blocks in a list; files in which they are stacked are read, too.
+blocks in a list.
 """
 
 import dataclasses

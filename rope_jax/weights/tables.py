@@ -117,11 +117,11 @@ def batch_norm(ours: str, theirs: str) -> list[Row]:
     ]
 
 
-def dense(ours: str, theirs: str, kernel: Rule = DENSE) -> list[Row]:
+def dense(ours: str, theirs: str, kernel: Rule = DENSE, bias: Rule = SAME) -> list[Row]:
     """Rows of a linear layer, with or without bias."""
     return [
         (f"{ours}.kernel", f"{theirs}.weight", kernel),
-        (f"{ours}.bias", f"{theirs}.bias", SAME),
+        (f"{ours}.bias", f"{theirs}.bias", bias),
     ]
 
 
@@ -130,20 +130,19 @@ def conv(ours: str, theirs: str) -> list[Row]:
     return dense(ours, theirs, CONV)
 
 
-def halves(ours: str, first: str, second: str) -> list[Row]:
-    """Rows of a linear layer that a file stores as two, each with half of the outputs."""
-    rows = []
-    for first_row, second_row in zip(dense(ours, first), dense(ours, second), strict=True):
-        for i, (name, theirs, rule) in enumerate((first_row, second_row)):
-            rows.append((name, theirs, dataclasses.replace(rule, part=(i, 2))))
-    return rows
+def parts(*layers: list[Row]) -> list[Row]:
+    """Rows of a linear layer that a file stores as several, each with a part of the outputs."""
+    return [
+        (ours, theirs, dataclasses.replace(rule, part=(place, len(layers))))
+        for place, rows in enumerate(layers)
+        for ours, theirs, rule in rows
+    ]
 
 
 def attention(ours: str, theirs: str) -> list[Row]:
     """Rows of an attention layer."""
     return [
-        (f"{ours}.qkv.kernel", f"{theirs}.qkv.weight", QKV_WEIGHT),
-        (f"{ours}.qkv.bias", f"{theirs}.qkv.bias", QKV_BIAS),
+        *dense(f"{ours}.qkv", f"{theirs}.qkv", QKV_WEIGHT, QKV_BIAS),
         *dense(f"{ours}.proj", f"{theirs}.proj"),
     ]
 
@@ -153,14 +152,12 @@ def projections(ours: str, query: str, key: str, value: str) -> list[Row]:
 
     That of k may lack a bias.
     """
-    rows: list[Row] = []
-    layers = ((query, QKV_WEIGHT, QKV_BIAS), (key, QKV_WEIGHT, QKV_BIAS), (value, DENSE, SAME))
-    for place, (theirs, kernel, bias) in enumerate(layers):
-        kernel, bias = (dataclasses.replace(rule, part=(place, 3)) for rule in (kernel, bias))
-        rows.append((f"{ours}.qkv.kernel", f"{theirs}.weight", kernel))
-        rows.append((f"{ours}.qkv.bias", f"{theirs}.bias", bias))
-    rows.append((f"{ours}.qv_bias", f"{query}.bias", Q_BIAS))
-    return [*rows, (f"{ours}.qv_bias", f"{value}.bias", V_BIAS)]
+    q, k = (dense(f"{ours}.qkv", theirs, QKV_WEIGHT, QKV_BIAS) for theirs in (query, key))
+    return [
+        *parts(q, k, dense(f"{ours}.qkv", value)),
+        (f"{ours}.qv_bias", f"{query}.bias", Q_BIAS),
+        (f"{ours}.qv_bias", f"{value}.bias", V_BIAS),
+    ]
 
 
 def cosine_attention(theirs: str, network: str) -> list[Row]:

@@ -10,9 +10,9 @@ from flax import nnx
 
 from rope_jax.models.description import Preprocessing
 from rope_jax.positions.rotary_models import DinoV3
-from rope_jax.weights.hierarchical import SWIN_DROPPED, SWIN_FROZEN, swin_rows
+from rope_jax.weights.hierarchical import SWIN_FROZEN, swin_rows
 from rope_jax.weights.layouts import DENSE, FREQS, Q_BIAS, SAME, V_BIAS, WINDOW_OFFSETS, find_rotary
-from rope_jax.weights.tables import APE, Row, Table, halves, isotropic, norm
+from rope_jax.weights.tables import APE, Row, Table, dense, isotropic, norm, parts
 
 
 def timm(model: nnx.Module) -> Table:
@@ -28,7 +28,7 @@ def timm(model: nnx.Module) -> Table:
         # A stage begins with the downsampling that ends the previous one in Microsoft's code.
         rows = swin_rows(downsample="layers.{next}.downsample", head="head.fc")
         evaluation = _evaluation(4 * max(model.stages[0].position.stage.grid))
-        return Table(rows, "interleaved", evaluation, SWIN_DROPPED, SWIN_FROZEN)
+        return Table(rows, "interleaved", evaluation, frozen=SWIN_FROZEN)
     options, rotary = model.options, find_rotary(model.position)
     eva = rotary is not None or not options.k_bias
     table = "attn.relative_position_bias_table"
@@ -40,7 +40,10 @@ def timm(model: nnx.Module) -> Table:
         ("position.rope_mixed.mixed", "rope.freqs", FREQS),
     ]
     if eva and options.feed_forward == "swiglu":
-        rows += halves("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.fc1_g", "blocks.{i}.mlp.fc1_x")
+        rows += parts(
+            dense("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.fc1_g"),
+            dense("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.fc1_x"),
+        )
     if options.pool_norm:
         rows += norm("norm", "fc_norm")
     if has_prefix_offsets(model):
@@ -54,19 +57,13 @@ def timm(model: nnx.Module) -> Table:
     evaluation = _evaluation(options.patch_size * max(model.position.stage.grid))
     if eva:
         evaluation = dataclasses.replace(evaluation, mean=(0.5,) * 3, std=(0.5,) * 3)
-    dropped = ("blocks.{i}.attn.relative_position_index", *_PRETRAINING)
     shared = (f"blocks.{{i}}.{table}", table.replace("attn", "rel_pos_bias"))
-    return Table(rows, "interleaved", evaluation, dropped, alternatives=(shared,))
+    return Table(rows, "interleaved", evaluation, _PRETRAINING, alternatives=(shared,))
 
 
 # Of BEiT before its fine-tuning; these files have one table for all blocks, which takes part in
 # the fine-tuning as each block's own.
-_PRETRAINING = (
-    "mask_token",
-    "rel_pos_bias.relative_position_index",
-    "lm_head.weight",
-    "lm_head.bias",
-)
+_PRETRAINING = ("mask_token", "lm_head.weight", "lm_head.bias")
 
 
 def has_prefix_offsets(model: nnx.Module) -> bool:

@@ -18,8 +18,8 @@ from rope_jax.weights.tables import (
     conv,
     cosine_attention,
     dense,
-    halves,
     norm,
+    parts,
     projections,
     within,
 )
@@ -62,7 +62,6 @@ def _table(
     preprocessing: Preprocessing,
     *,
     outside: Sequence[Row] = (),
-    dropped: tuple[str, ...] = (),
     head: str = "classifier",
 ) -> Table:
     """The table of a backbone and its classifier.
@@ -72,11 +71,10 @@ def _table(
         rows: of the backbone.
         preprocessing: of the source's evaluation.
         outside: rows beyond the backbone, beside the classifier.
-        dropped: names of the backbone's tensors that follow from others.
         head: the classifier.
     """
     rows = [*within(starts[0], rows, ""), *outside, *dense("head", head)]
-    dropped = tuple(f"{starts[0]}{name}" for name in (*_DROPPED, *dropped))
+    dropped = tuple(f"{starts[0]}{name}" for name in _DROPPED)
     return Table(rows, None, preprocessing, dropped, starts=(*starts, ""))
 
 
@@ -126,9 +124,8 @@ def _beit(model: nnx.Module) -> Table:
         rows += norm("norm", "pooler.layernorm")
     else:  # of pretraining
         outside = norm("norm", "layernorm")
-    indices = tuple(name.replace("bias_table", "index") for name in (table, common))
     preprocessing = Preprocessing(_HALF, _HALF, 1.0, "bilinear")
-    result = _table(("beit.",), rows, preprocessing, outside=outside, dropped=indices)
+    result = _table(("beit.",), rows, preprocessing, outside=outside)
     dropped = (*result.dropped, "lm_head.weight", "lm_head.bias")
     shared = ((f"beit.{table}", f"beit.{common}"),)
     return dataclasses.replace(result, dropped=dropped, alternatives=shared)
@@ -162,7 +159,9 @@ def _dinov3(model: nnx.Module) -> Table:
         *dense("head", "classifier"),
     ]
     if _is_gated(model):
-        rows += halves(f"{ours}.fc1", f"{theirs}.gate_proj", f"{theirs}.up_proj")
+        rows += parts(
+            dense(f"{ours}.fc1", f"{theirs}.gate_proj"), dense(f"{ours}.fc1", f"{theirs}.up_proj")
+        )
     else:
         rows += dense(f"{ours}.fc1", f"{theirs}.up_proj")
     return Table(rows, "half", Preprocessing(crop=1.0, interpolation="bilinear"), _DROPPED)
@@ -189,9 +188,8 @@ def _swin(model: nnx.Module) -> Table:
         *norm("stages.{s}.downsample.norm", f"{stage}.downsample.norm"),
         *norm("norm", "layernorm"),
     ]
-    index = f"{attention}.relative_position_index"
     start = "swinv2." if model.options.cosine else "swin."
-    return _table((start,), rows, Preprocessing(), dropped=(index,))
+    return _table((start,), rows, Preprocessing())
 
 
 def _nat(model: nnx.Module) -> Table:

@@ -78,6 +78,12 @@ def test_windows_have_the_spacing_of_their_map():
     np.testing.assert_allclose(windowed, frequencies(position("axial_rope"), (6, 6)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("grid", [(1, 4), (4, 1), (1, 1)])
+def test_frequencies_are_zero_along_a_side_of_one_token(grid):
+    expected = frequencies(position("rope2d"), (4, 4)) * (np.array(grid) > 1)[:, None]
+    np.testing.assert_allclose(frequencies(position("rope2d"), grid), expected)
+
+
 def test_scores_match_rotated_vectors():
     scheme = position("rope1d", heads=1)
     freqs = frequencies(scheme, (6, 6))

@@ -51,12 +51,6 @@ def test_a_form_that_computes_something_else_is_an_error(fault, monkeypatch):
         speed.time_rotation((1, 3, 7, 32), "16-32", turns=1)
 
 
-@pytest.mark.parametrize("k_rope", [0, 3, 32])
-def test_channels_are_divided_into_whole_pairs(k_rope):
-    with pytest.raises(ValueError, match=f"k_rope={k_rope} does not fit 32 channels"):
-        speed.time_rotation((1, 3, 7, 32), "16-16", k_rope=k_rope)
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_every_step_of_a_loop_computes_separately(in_place):
     xs = (jnp.arange(3.0), jnp.arange(3.0, 6.0))

@@ -20,9 +20,8 @@ def test_augmentations_do_not_communicate(compile_for, augment, loops):
     plan = split_augment(augment)
 
     def apply(images, epoch, index):
-        return device.apply(
-            images, device.example_keys(0, epoch, index), plan.pixels, (124, 116, 104)
-        )
+        keys = device.example_keys(0, epoch, index)
+        return device.apply(images, keys, plan.pixels, fill=(124, 116, 104))
 
     number = jax.ShapeDtypeStruct((64,), jnp.int32)
     shapes = (jax.ShapeDtypeStruct((64, 224, 224, 3), jnp.uint8), number, number)

@@ -73,7 +73,7 @@ def test_help_lists_types_and_defaults(name, monkeypatch, capsys):
         (["models", "nothing*"], "rope_jax models: no model is called 'nothing*'"),
         (["trian"], "'trian' is not a command; did you mean 'train'?"),
         (["data", "verfy"], "'data verfy' is not a command; did you mean 'data verify'?"),
-        (["train", "--config=digits", "--workdir=x", "--epochs=3"], "; use --config.epochs"),
+        (["compare", "--config=digits", "--seed=3"], "use --config.seed"),  # not --seeds
         (["train", "--config=digits"], "arguments are required: --workdir"),
         (["train", "--workdir=x"], "arguments are required: --config"),
         (["train", "--config=digit", "--workdir=x"], "not a recipe; did you mean 'digits'"),

@@ -49,13 +49,14 @@ def test_the_table():
     assert tune.table(Choices()) == "no call has more than one implementation here"
 
 
-@pytest.mark.parametrize("out", [["--out=own.json"], []])
+@pytest.mark.parametrize("out", [["--out=new/own.json"], []])
 def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "nothing_to_tune", lambda: None)
     monkeypatch.setattr(tune, "tune", lambda calls, seconds: choices())
     tune.main([*SMALL, *out])
-    (written,) = tmp_path.glob("own.json" if out else "cache/kernels/*")
+    (written,) = tmp_path.glob("new/own.json" if out else "cache/kernels/*")
     assert Choices.load(written).calls == choices().calls
-    assert f"choices: {written.name if out else written}\n" in capsys.readouterr().out
+    shown = written.relative_to(tmp_path) if out else written
+    assert f"choices: {shown}\n" in capsys.readouterr().out

@@ -50,6 +50,7 @@ def test_the_learning_rate_follows_the_batch_size(recipe, argument):
     [
         ("deit3", "variant=s,stage=finetune", "stage=finetune with variant b, l"),
         ("deit3", "variant=b,stage=finetune", "add init_from="),
+        ("deit3", "variant=b,stage=finetune,init_from=None", "add init_from="),
         ("thesis", "base=none", "base must be one of table, nat"),
         ("thesis", "position=rpb++ape", r"cannot be read .*\[recipe argument position\]"),
         ("cct", "dataset=mnist", "dataset must be one of cifar10, cifar100"),
@@ -61,6 +62,7 @@ def test_the_learning_rate_follows_the_batch_size(recipe, argument):
         ("dino", "variant=b", "variant must be one of vit_b, vit_l, swin_t, swin_s, swin_b"),
         ("mask_rcnn", "variant=b", "variant must be one of adapter_ti, adapter_s, not 'b'"),
         ("finetune", "path=y", "weights= is missing"),
+        ("finetune", "weights=None", "weights= is missing"),
         ("digits", "resolutions=8+", r"resolutions=8\+: use sides in pixels joined by \+"),
         ("resformer", "resolutions=224+0", r"resolutions=224\+0: use sides in pixels"),
     ],

@@ -94,6 +94,7 @@ def test_results_and_evaluations_are_read_and_extended(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps(results | {"sha256": "x"}))
     assert read_results(tmp_path) == usable_results(tmp_path) == {"step": 7, "eval": ROWS}
     path, rows = tmp_path / "evaluations.json", [{"asked": seed, "top1": 0.5} for seed in range(3)]
+    rows[0] = {"top1": 0.5}  # not of this command
     path.write_text(json.dumps({"rows": rows[:2], "sha256": "x"}))
     add_evaluation(path, rows[2])
     add_evaluation(path, rows[2] | {"top1": 0.25})  # in place of the other

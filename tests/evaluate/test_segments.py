@@ -18,9 +18,10 @@ from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
 from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import TASKS
-from rope_jax.tasks.dense import check_classes, side_multiple
+from rope_jax.tasks.dense import check_classes
 from rope_jax.tasks.evaluator import Evaluator
 from rope_jax.tasks.segments import Views
+from tests.models.small import abstract
 from tests.refusals import expect_refusal
 from tests.small_run import save_run
 from tests.tasks.iou import assert_scores
@@ -44,14 +45,16 @@ class Patches(nnx.Module):
             raise ValueError("no multiples of 4")
 
 
-def split(images, views, apply=by_colour, weights=ZEROS, pictures=0, bad_images="error"):
-    config = resolve({"data": {"bad_images": bad_images}})
+def split(
+    images, views, apply=by_colour, weights=ZEROS, pictures=0, bad_images="error", model=None
+):
+    config, model = resolve({"data": {"bad_images": bad_images}}), model or Patches()
     task, steps = TASKS["segmentation"], {"batch_size": 2, "mesh": make_mesh(), "config": config}
     evaluator = Evaluator(apply, weights, task, mean=(0.0,) * 3, std=(1.0,) * 3, **steps)
     window = "whole" if views.window is None else "x".join(map(str, views.window))
     request = {"scales": views.scales, "flip": views.flip, "window": window}
     stride = views.stride if views.window else None
-    return task.evaluate(evaluator, Patches(), images, pictures, request | {"stride": stride})
+    return task.evaluate(evaluator, model, images, pictures, request | {"stride": stride})
 
 
 @pytest.fixture
@@ -146,9 +149,13 @@ def test_views_have_mmsegmentations_sizes(views, fit, sizes):
     assert [(view.shape[:2], flipped) for view, flipped in results] == expected
 
 
-def test_models_of_few_sizes_need_a_window():
+def test_models_of_square_images_need_a_window(masks):
+    """Such as CAT with its own operator."""
+    small = {"patch_size": 4, "depth": 1, "width": 16, "heads": 2, "image_size": 16}
+    model = abstract("cat_5", head="linear", num_classes=4, **small)
+    assert split(masks, Views(window=(16, 16), stride=8), model=model)[0]["count"] == 4
     with pytest.raises(ConfigError, match="name a --window"):
-        side_multiple(lambda size: int("no"))
+        split(masks, Views(), model=model)
 
 
 @pytest.fixture(scope="module")

@@ -138,11 +138,6 @@ def check_killed(run: Run, workdir: pathlib.Path) -> int:
     return repeated
 
 
-def flip_bit(content: bytes, place: int) -> bytes:
-    """The content with one bit flipped; bit 0 is the last."""
-    return (int.from_bytes(content) ^ 1 << place).to_bytes(len(content))
-
-
 def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
     """Flips a bit of a file, truncates, zeroes or deletes it; False if that changes nothing."""
     content = path.read_bytes()
@@ -152,7 +147,8 @@ def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
     if not any(content):
         return False
     if kind == "flip":
-        content = flip_bit(content, int(rng.integers(8 * len(content))))
+        place = int(rng.integers(8 * len(content)))
+        content = (int.from_bytes(content) ^ 1 << place).to_bytes(len(content))
     elif kind == "truncate":
         content = content[: int(rng.integers(len(content)))]
     else:

@@ -145,8 +145,8 @@ def test_erasing():
     count, size = 2000, 40
     images = np.full((count, size, size, 3), 7, np.float32)
     keys = jax.random.split(jax.random.key(0), count)
-    erase = functools.partial(device.apply_erasing, augmentations=split_augment("erase").erasing)
-    results = np.asarray(jax.jit(erase)(images, keys))
+    options = {"augmentations": split_augment("erase").erasing, "first": device.ERASING}
+    results = np.asarray(jax.jit(functools.partial(device.apply, **options))(images, keys))
     boxes = (results != 7).any(axis=-1)
     erased = boxes.any(axis=(1, 2))
     assert 440 < erased.sum() < 560  # 500, standard deviation 19
@@ -165,8 +165,9 @@ def test_draws_do_not_depend_on_the_batch():
     @jax.jit
     def augment(images, epoch, index):
         keys = device.example_keys(1, epoch, index)
-        pixels = device.apply(images, keys, plan.pixels, FILL)
-        return pixels, device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
+        pixels = device.apply(images, keys, plan.pixels, fill=FILL)
+        normalised = pixels.astype(jnp.float32)
+        return pixels, device.apply(normalised, keys, plan.erasing, first=device.ERASING)
 
     images = np.stack([pictures()[0]] * 6)
     epoch, index = np.int32([0, 0, 0, 0, 1, 1]), np.int32([5, 3, 8, 2, 5, 3])

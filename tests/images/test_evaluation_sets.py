@@ -42,7 +42,7 @@ def test_a_part_of_a_set_has_all_classes_and_says_so(tmp_path):
     assert part.labels.tolist() == [0, 0, 1, 1]
     assert [part.example_name(k)[-5] for k in range(4)] == ["a", "c", "a", "c"]
     assert part.note == "all classes compete; 4 of 8 images, evenly spaced"
-    assert Streamed(part, (4, 4)).read(2).max() == 1
+    assert Streamed(part, (4, 4)).example(2)["image"].max() == 1
     assert len(EvaluationSet("imagenet", tmp_path).spread(9).labels) == 8
 
 

@@ -79,7 +79,7 @@ def test_a_window_is_cut_out_of_what_it_would_be_without(folder):
 
 def test_masks_are_resized_by_the_pixel_to_the_upper_left():
     masks = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
-    placed = place_masks(masks, Placing((2, 3), (0, 1), (2, 2), (3, 3)))
+    placed = place_masks(masks, Placing((2, 3), (0, 1), (2, 2), (3, 3), (0, 0), (3, 3)))
     np.testing.assert_array_equal(placed[0], masks[0][[0, 0, 1]][:, [1, 1, 2]])
 
 

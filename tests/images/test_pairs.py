@@ -159,7 +159,9 @@ def test_bad_labels_can_be_skipped_like_bad_images(folder):
     stream = batches(images, batch_size=5, seed=0, augment=CROP, bad_images="skip")
     next(stream)
     assert stream.skipped == {1}
-    save(folder / "train" / "2.png", np.zeros((4, 5), np.uint8))
+    store_upside_down(folder / "train" / "2.jpg")
+    with pytest.raises(BadImages, match=r"image 2 of .* train/2.jpg has an Exif rotation"):
+        images.original(2)
     with pytest.raises(ValueError, match=r"1.png has 4x5 .* \(2 of 5 images are affected\)"):
         check_labels(images, "skip")
 
@@ -169,10 +171,12 @@ def test_verify_reads_labels_and_reports_empty_classes(folder, capsys):
     report = verify(load("masks", str(folder), "train", (8, 8)).source, workers=0)
     assert (report["images"], report["classes"], report["bad"]) == (5, 4, [])
     assert report["empty_classes"] == ["snow"]
+    store_upside_down(folder / "train" / "2.jpg")
     save(folder / "val" / "1.png", np.full((21, 24), 9, np.uint8))
     asked = ["--source=masks", f"--path={folder}", "--workers=0"]
     assert verify_main(asked) == 1
-    assert "bad: test 1 val/1.jpg: " in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert all(f"bad: {x}.jpg: " in output for x in ("train 2 train/2", "test 1 val/1"))
     with expect_refusal(capsys, "classes of pixels, which a packed set cannot hold"):
         prepare_main([*asked, f"--out={folder / 'packed'}"])
 
@@ -201,5 +205,7 @@ def test_augmentations_that_ignore_labels_are_refused(folder):
         with pytest.raises(ValueError, match="crop changes images, but not the labels"):
             batches(wrong, batch_size=1, seed=0, augment=augment)
     for crop in ("scaled_crop", "resized_crop"):
-        with pytest.raises(ValueError, match=f"{crop} is for training: evaluate with centre"):
+        with pytest.raises(
+            ValueError, match=f"{crop} is not for the evaluation of .* use centre, stretch"
+        ):
             load("masks", str(folder), "test", (16, 12), crop=crop)

@@ -42,7 +42,7 @@ def test_npz(tmp_path, shape):
     smaller = load("npz", path, "train", (3, 4))
     crop = partial(resized_crop, scale_min=0.2)  # of the stored images
     np.testing.assert_array_equal(
-        smaller.read(1, crop, 7), crop_pixels(train.images[1], crop, (3, 4), 7)
+        smaller.example(1, crop, 7)["image"], crop_pixels(train.images[1], crop, (3, 4), 7)
     )
 
 

@@ -470,7 +470,7 @@ def test_a_shard_truncated_during_reading_is_named(packed):
     os.truncate(packed / "images-00000.bin", first.nbytes)
     np.testing.assert_array_equal(opened.read(0), first)
     with pytest.raises(BadImages, match=r"image 1 of .*images-00000\.bin was shortened"):
-        opened.stream((12, 12)).read(1)
+        opened.stream((12, 12)).example(1)
 
 
 @pytest.mark.parametrize("option", ["bad_images", "interpolation"])
@@ -501,13 +501,13 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     write_folder(tmp_path / "set")
     (tmp_path / "set" / "train" / "empty").mkdir()
     arguments = ["--source=folder", f"--path={tmp_path / 'set'}", "--workers=0"]
-    report = f"--report={tmp_path / 'report.json'}"
+    report = f"--report={tmp_path / 'new' / 'report.json'}"
     assert verify_main(arguments) == 0
     damage(tmp_path / "set", "train/n00000001/n00000001_1.JPEG")
     (tmp_path / "set" / "test" / "n00000002" / "n00000002_0.JPEG").write_bytes(b"")
     assert verify_main([*arguments, report]) == 1
     assert "1 of 3 classes have no images" in capsys.readouterr().out
-    train, test = json.loads((tmp_path / "report.json").read_text())
+    train, test = json.loads((tmp_path / "new" / "report.json").read_text())
     bad = [entry["name"] for entry in train["bad"] + test["bad"]]
     assert bad == ["n00000001/n00000001_1.JPEG", "n00000002/n00000002_0.JPEG"]
     # prepare refuses the images that verify lists, or skips them on request.

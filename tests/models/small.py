@@ -7,6 +7,8 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.heads import HEADS
+from rope_jax.models.layers import layer_dtypes
 
 SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0}
 
@@ -17,6 +19,14 @@ def make_filled_model(name, position=None, *, num_classes=5, **options):
         name, position=position, num_classes=num_classes, **options
     )
     return fill(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
+
+
+def create_head(name, channels, num_classes, dtype=np.float32, **options):
+    """A head by itself, for maps of these channels."""
+    settings = {"rngs": nnx.Rngs(0), "dtypes": layer_dtypes(np.dtype(dtype))}
+    entry = HEADS[name]
+    options = entry.options.override(name, options)
+    return entry.family(options, channels=tuple(channels), num_classes=num_classes, **settings)
 
 
 def abstract(name, **options):

@@ -91,7 +91,7 @@ def test_backbones_serve_heads_or_name_those_they_serve(name, head):
         ("deit_ti16", {"head": "dino(width=40)"}, "width=40, .* by groups=32"),
         ("deit_ti16", {"head": "dino(width=32,heads=3)"}, "not divisible by heads=3"),
         ("deit_ti16", {"head": "dino(width=6,groups=2,heads=2)"}, "sines"),
-        ("vit_adapter_ti16", {"head": "linear"}, "one map, not the four of vit_adapter_ti16: use"),
+        ("vit_adapter_ti16", {"head": "linear"}, "one map, which vit_adapter_ti16 does n.* use"),
         (
             "deit_ti16",
             {"head": "linear", "num_classes": None},
@@ -152,7 +152,7 @@ def test_images_with_too_small_maps_are_refused(dense):
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_images_of_another_shape_are_refused(dense):
-    for model in (dense, dense.backbone):
+    for model in (dense, dense.backbone, abstract("swin_t")):
         for shape in ((32, 32, 3), (1, 3, 32, 32)):
             with pytest.raises(ValueError, match=r"images have shape .* must be \[B, H, W, 3\]"):
                 model.features(jnp.zeros(shape))
@@ -199,7 +199,6 @@ PLAIN = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
 BACKBONE = TINY | {"num_classes": 0}
 ADAPTED = BARE | {"num_classes": 0}
 WINDOWS = {"attention": "window", "window_size": 2, "window_padding": "qkv"}
-CREATE = "Create the model as it was saved, with {}=True, or with a head of dense"
 REFUSED = {
     "with the head 'upernet', and this model is a classifier": (DENSE, TINY | CLASSES),
     "depth is 4 there and 5 here": (DENSE, LINEAR | {"depth": 5}),
@@ -208,14 +207,11 @@ REFUSED = {
         PLAIN | {"head": PLAIN["head"].replace("none", "multilevel")},
     ),
     # Only backbones of dense prediction drop a class token or a last norm without an error.
-    f"class_token is True there and False here.*{CREATE.format('class_token')}": (
+    "class_token is True there and False here.*Create the model that was saved": (
         TINY,
         BACKBONE | {"class_token": False, "pooling": "mean"},
     ),
-    f"last_norm is True there and False here.*{CREATE.format('last_norm')}": (
-        TINY,
-        BACKBONE | {"last_norm": False},
-    ),
+    "last_norm is True there and False here": (TINY, BACKBONE | {"last_norm": False}),
     # The head of its classes reads no class token.
     "class_token is True there and False here": (
         TINY,
@@ -342,12 +338,19 @@ ADAPTER_SHAPES = {
     "decode_head.conv_seg.weight": (3, 4, 1, 1),
     "auxiliary_head.convs.0.conv.weight": (4, 8, 3, 3),
 }
+SEGMENTER = TINY | CLASSES | {"head": "segmenter(head_dim=8)"}
+SEGMENTER_SHAPES = {
+    "backbone.layers.0.attn.attn.in_proj_weight": (24, 8),
+    "decode_head.patch_proj.weight": (8, 8),
+}
 COUNTED = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "source", "shapes", "more"),
     [
+        ("deit_ti16", SEGMENTER, "mmseg", SEGMENTER_SHAPES, {}),
+        ("deit_ti16", SEGMENTER, "segmenter", {"decoder.proj_patch": (8, 8)}, {}),
         ("vit_adapter_ti16", ADAPTER, "vit_adapter", ADAPTER_SHAPES, COUNTED),
         pytest.param(
             "vit_adapter_ti16", ADAPTER, "mmseg", ADAPTER_SHAPES, COUNTED, marks=pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rope_jax
-from rope_jax.positions.resample import dinov2_matrix
+from rope_jax.positions.resample import MATRICES
 from rope_jax.weights import export_state_dict
 from tests.models.small import pictures, run
 from tests.parity.official import assert_equal, draw
@@ -66,7 +66,7 @@ def test_the_table_of_dinov2_is_resized_as_by_torch():
         [0, -0.10197508271617428, 0.6572434752247984, 0.44473160749137564],
         [0, 0, -0.06379374815513161, 1.0637937481551312],
     ]
-    np.testing.assert_allclose(dinov2_matrix(4, 6), want, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(MATRICES["dinov2"](4, 6), want, rtol=0, atol=1e-14)
 
 
 # Parameters

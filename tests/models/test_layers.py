@@ -153,3 +153,4 @@ def test_dropout_drops_values_or_channels_and_keeps_the_mean(rate, shared):
     assert abs((dropped == 0).mean() - rate) < 5 * deviation
     assert dropout(x, rate, None, shared=shared) is x
     assert dropout(x, 0.0, jax.random.key(0)) is x
+    assert dropout(x.astype(jnp.bfloat16), rate, jax.random.key(0)).dtype == jnp.bfloat16

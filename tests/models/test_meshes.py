@@ -112,6 +112,6 @@ def test_predict_under_explicit_meshes_names_the_remedy():
     graph, state = nnx.split(nnx.eval_shape(lambda: create("dino")))
     loss = lambda state, images: nnx.merge(graph, state).predict(images).boxes.sum()
     with jax.sharding.use_abstract_mesh(mesh):
-        with pytest.raises(ValueError, match=r"auto_axes\(loss, .* of rope_jax\.sharding"):
+        with pytest.raises(ValueError, match=r"auto_axes\(loss, .* of rope_jax\.system\.sharding"):
             jax.eval_shape(loss, state, images)
         jax.eval_shape(jax.sharding.auto_axes(loss, out_sharding=P()), state, images)

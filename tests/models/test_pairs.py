@@ -67,7 +67,7 @@ REASONS = [
     (("cat_5",), ("alibi2d", "cpb", "irpe", "rpb"), "this position adds a bias to the logits of a"),
     (WINDOWS, ("decomposed",), "neighbourhoods and shifted windows have no rows and columns that"),
     (WINDOWS, ("irpe",), "a bias that depends on the query is no table of offsets, which windows"),
-    (WINDOWS, ("key_norm=True",), "key_norm=True goes with global attention"),
+    (WINDOWS, ("key_norm=True",), "key_norm=True needs global attention"),
     (
         (*WINDOWS, *WITHOUT_TOKENS),
         ("prefix=True",),

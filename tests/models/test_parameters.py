@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.heads import create_head
 from rope_jax.models.layers import layer_dtypes
 from rope_jax.models.necks import FourScales
 from rope_jax.models.pyramid import FeaturePyramid
+from tests.models.small import create_head
 from tests.parity.official import DATA
 from tests.slow import some_slow
 
@@ -128,8 +128,7 @@ def test_parameter_counts_match_the_official_code(name, options, count):
 
 def head_maker(name, channels, **overrides):
     classes = 80 if name in ("dino", "mask_rcnn") else 150
-    settings = {"channels": channels, "num_classes": classes, "overrides": overrides}
-    return lambda: create_head(name, rngs=nnx.Rngs(0), **settings)
+    return lambda: create_head(name, channels, classes, **overrides)
 
 
 def pyramid_maker(*scales):

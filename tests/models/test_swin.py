@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models import swin, vit
 from rope_jax.models.attention import CosineAttention
 from rope_jax.models.layers import layer_dtypes
 from rope_jax_kernels import Window, window_bias
@@ -312,21 +311,3 @@ def test_absolute_embeddings_act_on_the_first_stage_only(name):
     assert count("lape(ape)") - count("none") == sum(
         (h * w + 2 * 2) * 16 * 2**stage for stage, (h, w) in enumerate([(9, 13), (5, 7)])
     )
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "options"), [(swin, "swin_t", {}), (vit, "vit_digits", {"depth": 1})]
-)
-def test_images_are_checked(module, name, options, monkeypatch):
-    """`test_vit` tests the check; annotations would refuse such images before it in these tests."""
-
-    def check(images):
-        raise ValueError("checked")
-
-    monkeypatch.setattr(module, "check_images", check)
-    make = lambda: rope_jax.create_model(name, **options)(jnp.zeros((1, 64, 64, 3)))
-    with pytest.raises(ValueError, match="checked"):
-        jax.eval_shape(make)

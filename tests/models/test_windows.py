@@ -75,7 +75,7 @@ def windowed_attention(x, attn, size, padding, shift, extra=lambda q, dy, dx: 0.
 def test_windowed_attention_matches_the_definition(grid, side, shift, padding):
     model = small_model("vit_s16", "none", dtype=jnp.float64, **WINDOWS, window_size=side)
     attn = model.blocks[0].attn
-    plain = make_window(side, padding)
+    plain = make_window((side, side), padding)
     pattern = dataclasses.replace(plain, shift=(shift, shift))
     x = np.random.default_rng(0).standard_normal((1, *grid, 48))
     # Terms of the query and the offset; they are not defined for windows that are shifted.
@@ -127,7 +127,7 @@ def test_a_window_spanning_the_map_is_global_attention(scheme, size, blocks):
 )
 def test_coordinates_within_windows_and_on_the_map(text, box, in_windows, on_map):
     """Padded windows may be larger than the map: coordinates continue beyond it."""
-    settings = {"pattern": make_window(4, "tokens"), "global_layers": (1,), "window_box": box}
+    settings = {"pattern": make_window((4, 4), "tokens"), "global_layers": (1,), "window_box": box}
     stage = Stage(2, HEADS, HEAD_DIM, 48, (8, 8), **settings)
     position = create_position(text, stage, rngs=nnx.Rngs(0))
     everywhere = position.with_pattern(Global())

@@ -12,6 +12,7 @@ from rope_jax.evaluate.results import write_results
 from rope_jax.papers import lab as lab_module
 from rope_jax.papers.declared import ARTIFACTS
 from rope_jax.papers.figures import line_labels
+from rope_jax.papers.kinds import explain
 from rope_jax.papers.lab import Lab
 from rope_jax.papers.runs import Run
 from rope_jax.runs.loading import LoadedModel
@@ -65,6 +66,23 @@ def test_runs_of_other_settings_are_no_seeds_of_a_run(tmp_path):
     assert Lab("small", tmp_path, given=runs).rows(RUN).keys() == {0, 1}
 
 
+def test_single_runs_have_the_seed_of_their_recipe(tmp_path, monkeypatch):
+    result = given(tmp_path, seed=121)
+    result = dataclasses.replace(result, others=[{"top1": 0.4}])  # of another program
+    monkeypatch.setattr(lab_module, "read_runs", lambda folder: [result])
+    lab = Lab("full", tmp_path)
+    folder = lab.run_folder(RUN, None)
+    folder.mkdir(parents=True)
+    write_results(folder, 5, result.rows)
+    assert lab.rows(RUN) == {121: (folder, result.rows)}
+
+
+def test_empty_cells_of_own_runs_name_the_command_that_fills_them(tmp_path):
+    lab = Lab("small", tmp_path, given=(given(tmp_path),))
+    note = explain(lab, RUN, None, "imagenet_real", None)
+    assert note == "rope_jax evaluate WORKDIR --dataset=real --images=FOLDER adds it"
+
+
 def test_intervals_of_accuracies_end_at_100_percent(tmp_path):
     row = {"top1": 0.97, "count": 10}
     measured = Lab("small", tmp_path).measured({0: ("a", row), 1: ("b", row | {"top1": 0.99})})
@@ -72,7 +90,7 @@ def test_intervals_of_accuracies_end_at_100_percent(tmp_path):
 
 
 def test_cells_of_a_data_set_are_not_those_of_one_with_a_longer_name(tmp_path):
-    table = dataclasses.replace(ARTIFACTS["lape/table_I"].scores, paper="lape")
+    table = ARTIFACTS["lape/table_I"]
     printed = [cell.key for cell in table.printed if cell.key["dataset"] == "cifar10"]
     run = table.run(printed[0])
     own = given(

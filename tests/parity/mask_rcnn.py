@@ -12,15 +12,14 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import rope_jax
 from rope_jax.data import Truth
-from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask_rcnn import choices, regions
 from rope_jax.tasks.average_precision import ImageDetections, average_precision
 from rope_jax.tasks.pasting import paste as paste_mask
 from rope_jax.weights import export_state_dict
+from tests.models.small import create_head
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "mask_rcnn_parity"
 CASES = json.loads((DATA / "cases.json").read_text())
@@ -58,16 +57,13 @@ def make_head(case, state, numbers):
         channels=case["channels"],
         num_classes=case["classes"],
         dtype=jnp.float64,
-        rngs=nnx.Rngs(0),
-        overrides={
-            "width": case["width"],
-            "hidden": case["hidden"],
-            "anchor_samples": case["rpn_samples"],
-            "box_samples": case["roi_samples"],
-            "train_candidates": numbers["pre"],
-            "candidates": numbers["pre"],
-            "proposals": numbers["post"],
-        },
+        width=case["width"],
+        hidden=case["hidden"],
+        anchor_samples=case["rpn_samples"],
+        box_samples=case["roi_samples"],
+        train_candidates=numbers["pre"],
+        candidates=numbers["pre"],
+        proposals=numbers["post"],
     )
     complete = export_state_dict(head, source="vit_adapter") | state
     rope_jax.convert_state_dict(head, complete, source="vit_adapter")
@@ -97,9 +93,9 @@ def valid(sizes, padded):
 def assign(boxes, objects, pos, low):
     rows = np.zeros((9, 4))
     rows[: len(objects)] = objects
-    padded = choices.Objects(rows, np.arange(9) < len(objects))
+    real, valid = np.arange(9) < len(objects), np.ones(len(boxes), bool)
     run = jax.jit(functools.partial(choices.assign, low=low, high=pos))
-    return np.asarray(run(padded, np.asarray(boxes, float), np.ones(len(boxes), bool)))
+    return np.asarray(run(rows, real, np.asarray(boxes, float), valid))
 
 
 def proposals(scores, deltas, boxes, counts, extent, pre, post):

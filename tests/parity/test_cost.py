@@ -7,11 +7,11 @@ import jax
 import pytest
 from flax import nnx
 
-import rope_jax
 from rope_jax.commands import cost as command
 from rope_jax.models.attention import attended_pairs
 from rope_jax.models.cost import cost
 from rope_jax_kernels import Neighborhood, Window
+from tests.models.small import abstract as shapes
 from tests.parity.official import DATA
 from tests.slow import some_slow
 
@@ -24,10 +24,6 @@ ISOTROPIC = {
     "vitrpb_s": "vit_s16",
     "vitrpb_b": "vit_b16",
 }
-
-
-def shapes(name, **options):
-    return nnx.eval_shape(lambda: rope_jax.create_model(name, **options))
 
 
 @pytest.mark.parametrize("name", some_slow(GOLDEN["gmacs"], list(GOLDEN["gmacs"])[::4]))

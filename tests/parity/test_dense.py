@@ -3,26 +3,23 @@
 import pytest
 
 from rope_jax.weights import export_state_dict
-from tests.parity.dense import differences, find_check, goldens, load
+from tests.parity.dense import check_outputs, goldens, load
 from tests.parity.official import assert_equal
 from tests.slow import some_slow
 
 QUICK = ["dino_losses", "msda", "upernet_heads", "vit_adapter"]
-CHECKED = [name for name in goldens() if find_check(name)]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", some_slow(CHECKED, QUICK))
+@pytest.mark.parametrize("name", some_slow(goldens(), QUICK))
 def test_float64_outputs_match_the_official_code(name):
-    for key, (difference, limit) in differences(goldens()[name], "float64").items():
-        assert difference <= limit, key
+    check_outputs(name, "float64")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", goldens())
 def test_outputs_match_the_official_code(name):
-    for key, (difference, limit) in differences(goldens()[name], "float32").items():
-        assert difference <= limit, key
+    check_outputs(name, "float32")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.own import OWN
 from rope_jax.weights.tables import begins
+from tests.models import small
 from tests.parity.test_convert import as_file
 from tests.slow import some_slow
 
@@ -59,8 +60,7 @@ QUICK = [CASES[n] for n in (0, 11)]
 
 def abstract(name, settings):
     """A model of shapes only."""
-    settings = {"num_classes": 3, "image_size": 64} | settings
-    return nnx.eval_shape(lambda: rope_jax.create_model(name, **settings))
+    return small.abstract(name, **{"num_classes": 3, "image_size": 64} | settings)
 
 
 def random_weights(name, settings, source):

@@ -6,11 +6,11 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import rope_jax
 from rope_jax.weights import export_state_dict
 from rope_jax.weights.load import load_weights
+from tests.models import small
 from tests.models.small import compile_read
 from tests.parity import official
 from tests.parity.test_convert import as_file
@@ -32,9 +32,7 @@ EXTRA = {"dinov3": "embeddings.mask_token", "dinov2": "dinov2.embeddings.mask_to
 
 
 def abstract(name, **settings):
-    return nnx.eval_shape(
-        lambda: rope_jax.create_model(name, **{"num_classes": 3, "image_size": 16} | settings)
-    )
+    return small.abstract(name, **{"num_classes": 3, "image_size": 16} | settings)
 
 
 @pytest.mark.parametrize("name", some_slow(MODELS, ["vit", "dinov3"]))

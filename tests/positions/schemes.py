@@ -4,7 +4,6 @@ import itertools
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 
 from rope_jax.positions import Stage, create_position
@@ -129,10 +128,3 @@ VARIANTS = [
 ]
 SUMS = ["gpe+lpe", "irpe+ape", "rope2d+rpb", "rope_mixed+ape"]
 ALL = [*DEFAULTS, *VARIANTS, *SUMS]
-
-
-def covering(*extra, leave_out=(), slow=()):
-    """All texts; only defaults and `extra`, without those in `slow`, are not marked slow."""
-    texts = [text for text in ALL if not any(word in text for word in leave_out)]
-    fast = {*DEFAULTS, *extra} - {*slow}
-    return [text if text in fast else pytest.param(text, marks=pytest.mark.slow) for text in texts]

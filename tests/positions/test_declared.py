@@ -15,16 +15,18 @@ import pytest
 from flax import nnx
 
 from tests.positions.schemes import (
+    ALL,
     CHANNELS,
+    DEFAULTS,
     HEAD_DIM,
     HEADS,
     compiled,
-    covering,
     params,
     rotate_by_definition,
     scheme,
     trained_scheme,
 )
+from tests.slow import some_slow
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -77,7 +79,9 @@ def queries_and_keys(position, grid, layer):
 
 
 def spread(table, grid):
-    """The biases of all pairs in a table of offsets."""
+    """The biases of all pairs, from a matrix or a table of offsets."""
+    if np.ndim(table) == 3:
+        return np.asarray(table)
     (rows, columns), (height, width) = np.indices(grid).reshape(2, -1), grid
     y, x = rows[:, None] - rows + height - 1, columns[:, None] - columns + width - 1
     return np.asarray(table)[:, y * (2 * width - 1) + x]
@@ -207,17 +211,16 @@ def rule_on_another_map(position):
     return "another"
 
 
-@pytest.mark.parametrize(
-    "text",
-    covering(
-        "axial_rope(coords=absolute,generator=exponential,shared=True,k_rope=1)",
-        "cat_rope(mode=released)",
-        "lape(sincos2d,join=share)",
-        "rope2d+rpb",
-        leave_out=["prefix=True"],
-        slow=["comrope", "irpe", "string"],
-    ),
-)
+QUICK = {
+    *DEFAULTS,
+    "axial_rope(coords=absolute,generator=exponential,shared=True,k_rope=1)",
+    "cat_rope(mode=released)",
+    "lape(sincos2d,join=share)",
+    "rope2d+rpb",
+} - {"comrope", "irpe", "string"}
+
+
+@pytest.mark.parametrize("text", some_slow([x for x in ALL if "prefix=True" not in x], QUICK))
 def test_schemes_have_the_declared_properties(text):
     position = make_different(text)
     measured = {

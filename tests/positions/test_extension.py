@@ -30,9 +30,9 @@ def extended_scheme(text, rule, **changes):
     return base_scheme(f"{inside}extend={rule})", **changes)
 
 
-def steps(position, grid, layer=0, **options):
+def steps(position, grid, layer=0):
     """Radians from one patch to the next, [N, A, R]: of coordinates that start anywhere."""
-    rotation = position.terms(grid, **options).layer(layer).rotation
+    rotation = position.terms(grid).layer(layer).rotation
     theta = np.einsum("la,nar->nlar", np.asarray(rotation.coords), np.asarray(rotation.freqs))
     theta = theta.sum(2)[:, position.stage.prefix :].reshape(len(rotation.freqs), *grid, -1)
     return np.stack([theta[:, 1, 0] - theta[:, 0, 0], theta[:, 0, 1] - theta[:, 0, 0]], axis=1)

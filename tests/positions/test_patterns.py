@@ -32,13 +32,14 @@ PATTERNS = {
     "dilated neighbourhoods": Neighborhood((3, 3), (1, 2)),
 }
 TEXTS = {"lape": "lape(ape)", "cpb": "cpb(hidden=8)"}
-NAMES = ["rope_log", *list_positions()]
+NAMES = ["rope_log", "rpb(key_norm=True)", *list_positions()]
 PAIRS = [
     (name, pattern)
     for name in NAMES
     for pattern in PATTERNS
-    # Biases that depend on queries do not support windows (those of ViTs: tests/models).
-    if name not in ("irpe", "decomposed") or pattern == "global"
+    # Biases that depend on queries or have a norm do not support windows (those of ViTs:
+    # tests/models).
+    if name not in ("irpe", "decomposed", "rpb(key_norm=True)") or pattern == "global"
 ]
 # A rotation on the map, one by windows, a table of each kind.
 FAST = [

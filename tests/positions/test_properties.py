@@ -79,6 +79,11 @@ def test_a_sum_has_the_terms_of_its_parts_and_adds_up_those_of_one_kind():
     assert double.per_layer() == []  # all layers share it, as they do each part
 
 
+def test_a_matrix_of_biases_is_not_added_to_a_table_of_offsets():
+    with pytest.raises(ValueError, match="a matrix of biases to a table of offsets: use one"):
+        scheme("rpb(key_norm=True)+alibi2d", prefix=1).terms((3, 6))
+
+
 @pytest.mark.parametrize(
     "text", ["rope2d+axial_rope", "rope_mixed+ape+rope1d", "lape(ape)+lape(sincos1d)"]
 )

@@ -8,15 +8,14 @@ from rope_jax.positions.scheme import SCHEMES
 
 
 def test_the_command_prints_a_row_without_gaps_of_every_scheme(capsys):
-    main(["--markdown"])
-    head, _, *lines = capsys.readouterr().out.splitlines()
-    assert head == "| scheme | formula | acts | on another map | source |"
-    assert len(lines) == len(list_positions())
     row = (
-        "| `rpb` | logits + B[q - k] | added to the attention logits "
-        "| interpolated: its table is resampled | Liu et al., arXiv 2103.14030, eq. 4 |"
+        "rpb",
+        "logits + B[q - k]",
+        "added to the attention logits",
+        "interpolated: its table is resampled",
+        "Liu et al., arXiv 2103.14030, eq. 4",
     )
-    assert row in lines
+    assert row in rows()
     assert all(cell and "|" not in cell for row in rows() for cell in row)
     main([])
     output = capsys.readouterr().out

@@ -45,7 +45,7 @@ def test_runs_are_not_evaluated_while_they_train(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     in_use = rf"is in use by process {os.getpid()} on .*: wait for it.*\[--workdir\]"
     with lock(tmp_path), pytest.raises(ConfigError, match=in_use):
-        rope_jax.runs.run.evaluate_newest(tiny(), tmp_path)
+        rope_jax.runs.run.train(tiny(), tmp_path, mode="evaluate")
 
 
 def make_failing(code):

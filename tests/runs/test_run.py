@@ -169,7 +169,7 @@ def test_other_configs_are_refused_on_resume(finished):
 
 def test_finished_runs_are_evaluated_at_other_resolutions(finished, copy):
     config = tiny(**AVERAGED, eval__resolutions=(6, (4, 6)), log_every=7)
-    rope_jax.runs.run.evaluate_newest(config, copy)
+    rope_jax.runs.run.train(config, copy, mode="evaluate")
     old, new = (read_results(workdir)["eval"] for workdir in (finished, copy))
     assert [row["resolution"] for row in new] == [[8, 8], [6, 6], [4, 6]]
     assert [new[0], new[2]] == old
@@ -180,7 +180,7 @@ def test_results_follow_the_settings(copy, capsys):
     changed, options = {"data__mean": (0.9, 0.1, 0.9)}, {"resume_override": ["data.mean"]}
     first = read_results(copy)
     for changes, names in ((changed, options), ({}, {})):
-        rope_jax.runs.run.evaluate_newest(tiny(**AVERAGED | changes), copy, **names)
+        rope_jax.runs.run.train(tiny(**AVERAGED | changes), copy, mode="evaluate", **names)
         (result,) = read_runs(copy)
         assert result.config.data.mean == tiny(**changes).data.mean
         assert (read_results(copy) == first) == (not changes)
@@ -193,7 +193,7 @@ def test_evaluation_needs_a_trained_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoints yet"):
         rope_jax.load_checkpoint(str(tmp_path))
     with pytest.raises(ConfigError, match="does not exist: train first"):
-        rope_jax.runs.run.evaluate_newest(tiny(), tmp_path / "nothing")
+        rope_jax.runs.run.train(tiny(), tmp_path / "nothing", mode="evaluate")
 
 
 def test_bfloat16_keeps_float32_parameters():

@@ -2,13 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources.scenes import LabelMaps
-from rope_jax.models.heads import PixelLogits, create_head
+from rope_jax.models.heads import PixelLogits
 from rope_jax.models.heads.pixels import pixel_loss
 from rope_jax.tasks import TASKS
+from tests.models.small import create_head
 
 task = TASKS["segmentation"]
 
@@ -17,7 +17,7 @@ def test_the_auxiliary_loss_has_its_weight():
     rng = np.random.default_rng(0)
     logits, other = (jnp.asarray(rng.standard_normal((1, 2, 2, 3)), jnp.float32) for _ in range(2))
     labels = jnp.asarray(rng.integers(0, 3, (1, 4, 4)), jnp.uint8)
-    head = create_head("linear", channels=[1], num_classes=3, rngs=nnx.Rngs(0))
+    head = create_head("linear", channels=[1], num_classes=3)
     predictions = PixelLogits(logits, other, 0.4)
     loss, accuracy = jax.jit(
         lambda predictions: head.loss(predictions, {"label": labels}, divisor="all", key=None)

@@ -12,7 +12,6 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.config import load_recipe, resolve
-from rope_jax.data.images.device import in_box
 from rope_jax.tasks.classification import DISTANCES, Classification
 from rope_jax.training.optim import learning_rate_schedule
 from rope_jax.training.setup import prepare, training_batches
@@ -66,20 +65,6 @@ def test_all_sizes_are_mixed_with_one_draw():
             # The edges of the box are divided by the step and rounded down.
             expected = largest[step - 1 :: step, step - 1 :: step]
             np.testing.assert_array_equal(np.asarray(mixed[name])[0, :, :, 0] > 0, expected)
-
-
-def test_boxes_are_those_of_the_official_code():
-    """`int(edge * side / largest)` of each edge."""
-    (top, bottom, left, right), boxes = (
-        GOLDEN["cutmix"]["box_at_largest_yl_yh_xl_xh"],
-        GOLDEN["cutmix"]["boxes"],
-    )
-    for side, box in boxes.items():
-        side = int(side)
-        edges = [int(edge * side / 224) for edge in (top, left, bottom, right)]
-        inside = np.asarray(in_box((side, side), *edges)).reshape(side, side)
-        rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
-        assert [rows[0], rows[-1] + 1, columns[0], columns[-1] + 1] == box
 
 
 def distances(student, teacher):

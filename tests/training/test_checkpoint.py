@@ -25,7 +25,7 @@ from rope_jax.training import checkpoint, integrity
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.integrity import Damaged
 from rope_jax.training.trees import tree_hash
-from tests.faults.long import DAMAGES, damage, flip_bit
+from tests.faults.long import DAMAGES, damage
 from tests.training.recipe import largest_file
 
 ONES = np.ones((2, 3), np.float32)
@@ -222,17 +222,6 @@ def test_damage_is_detected_and_an_older_step_used(copied_steps, change, capsys)
     assert capsys.readouterr().err.endswith("It is kept as 2.corrupt\n")
 
 
-def test_every_bit_of_the_manifest_is_checked(copied_steps):
-    path = copied_steps / "2" / "manifest.json"
-    good = path.read_bytes()
-    with Checkpoints(copied_steps) as checkpoints:
-        for place in np.random.default_rng(0).choice(8 * len(good), 100, replace=False):
-            path.write_bytes(flip_bit(good, int(place)))
-            assert checkpoints.problem(2) is not None, path.read_bytes()
-        path.write_bytes(good)
-        assert checkpoints.problem(2) is None
-
-
 def test_runs_do_not_restart_silently_if_nothing_verifies(copied_steps):
     for step in ("1", "2"):
         (copied_steps / step / "manifest.json").write_text("{}")
@@ -303,16 +292,8 @@ def test_saves_that_read_back_differently_fail(tmp_path, monkeypatch, fault):
         assert checkpoints.newest_verified(strict=True) == 1
 
 
-def test_a_failed_save_is_tried_again_and_hides_no_error(tmp_path, monkeypatch):
-    """That only the last one ends a run is tested with a run."""
+def test_a_failed_save_hides_no_error(tmp_path, monkeypatch):
     fail = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    with Checkpoints(tmp_path) as checkpoints, monkeypatch.context() as patch:
-        patch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
-        checkpoints.save(2, state(), about={})
-        assert checkpoints.newest() is None
-        patch.undo()
-        checkpoints.save(2, state(), about={})
-    assert names(tmp_path) == ["2"]
     monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
     with contextlib.suppress(KeyError), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state(), about={})
@@ -357,17 +338,6 @@ def test_only_remains_of_a_crash_are_removed(copied_steps, make):
     kept = OTHERS if make is pathlib.Path.mkdir else LEFT + OTHERS
     assert names(copied_steps) == sorted(["1", "2", *kept])
     assert checkpoints.newest_verified(strict=True) == 2
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_read_errors_do_not_condemn_a_checkpoint(copied_steps, monkeypatch, code):
-    monkeypatch.setattr(
-        integrity, "file_sha256", mock.Mock(side_effect=OSError(code, os.strerror(code)))
-    )
-    message = f"cannot be read .*{os.strerror(code)}.* was not renam"
-    with Checkpoints(copied_steps) as checkpoints, pytest.raises(OSError, match=message):
-        checkpoints.newest_verified(rename=True)
-    assert names(copied_steps) == ["1", "2"]
 
 
 @pytest.mark.parametrize("name", ["load_checkpointables", "checkpointables_metadata"])

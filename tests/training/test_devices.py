@@ -46,14 +46,6 @@ def test_a_mesh_must_use_all_devices():
         sharding.make_mesh(3)
 
 
-def test_parts_of_processes_make_up_the_batch(monkeypatch):
-    images, parts = np.arange(24).reshape(12, 2), []
-    for part in range(3):
-        monkeypatch.setattr(sharding, "process_shard", lambda part=part: (part, 3))
-        parts.append(sharding.take_shard({"image": images})["image"])
-    assert np.array_equal(np.concatenate(parts), images)
-
-
 _MODELS = """
 import sys
 import jax, jax.numpy as jnp, numpy as np, optax

@@ -12,16 +12,14 @@ from rope_jax.commands import evaluate, report
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import read_results, results_table
-from rope_jax.system.sharding import put_batch
 from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import NonFinite
 from rope_jax.training.metrics import progress_line, read_events, read_metrics, seed_metrics
 from rope_jax.training.setup import initial_state, prepare, training_batches
-from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
 from tests.devices import run_on_devices
 from tests.refusals import expect_refusal
-from tests.training.recipe import CEIT, final_state, run, run_in_parts, tiny
+from tests.training.recipe import CEIT, advance, final_state, run, run_in_parts, start, tiny
 from tests.training.test_segmentation import UPERNET
 
 RECIPE = {
@@ -90,14 +88,10 @@ def test_streams_match_those_of_separate_seeds():
         assert not np.array_equal(*np.moveaxis(expected["index"], 1, 0))
 
 
-def steps(count=3, start=lambda state: state, **changes):
+def steps(count=3, change=lambda state: state, **changes):
     """The state and the metrics after a few steps."""
-    prepared, model = prepare(tiny(**changes))
-    state, step = start(initial_state(prepared, model)), make_step(prepared)
-    batches, resident = training_batches(prepared, 0)
-    for _ in range(count):
-        state, metrics = step(state, put_batch(next(batches), prepared.mesh) | resident)
-    return state, metrics
+    setup, state, step = start(**changes)
+    return advance(setup, change(state), step, 0, count)
 
 
 DROPPING = {"model__options": "depth=2,width=16,heads=1,drop_path=0.5"}
@@ -219,7 +213,7 @@ def test_only_the_non_finite_seed_is_skipped_and_named(tmp_path, monkeypatch, ca
     before = break_second_seed(initial_state(prepared, model))
     hashes = lambda tree: [tree_hash(tree[name]) for name in ("params", "ema", "opt")]
     earlier = [hashes(tree) for tree in seeds.split(before, prepared.config.seeds)]
-    after, _ = steps(2, start=break_second_seed, **skipping)  # the rate of the first is 0
+    after, _ = steps(2, change=break_second_seed, **skipping)  # the rate of the first is 0
     later = [hashes(tree) for tree in seeds.split(after, prepared.config.seeds)]
     assert later[1] == earlier[1]
     assert not set(later[0]) & set(earlier[0])

@@ -28,42 +28,39 @@ class Entry:
         stage: when it runs.
         function: with the signature of its stage; keyword-only arguments are its options.
         on_device: the equivalent within the step, for data sets on the device.
-        moves: True if it only moves pixels and keeps the size of images, of any number of channels,
-            so that a map of labels can be moved like an image.
-        joint: labels that a crop changes together with images, "pixels" or "boxes"; the result may
-            then be smaller than the size. None for a crop of images alone.
+        labels: the kinds (`rope_jax.data.labels`) that it changes together with images, or that
+            stay valid. A crop that is not for "images" gets the labels, too, or is a `Placing`.
+            Others for "pixels" or "masks" take images of any number of channels.
         random: False for a crop without random numbers, which is not only for training.
         boxes: for an augmentation that keeps the size, the corresponding change of boxes:
             (boxes, width, draws) -> boxes.
-        colours: True for an augmentation in the step that changes colours only, so that labels of
-            pixels stay valid.
     """
 
     stage: int
     function: Callable[..., Any]
     on_device: Callable[..., Any] | None = None
-    moves: bool = False
-    joint: str | None = None
+    labels: tuple[str, ...] = ("images",)
     random: bool = True
     boxes: Callable[..., Any] | None = None
-    colours: bool = False
 
 
+_ALL = ("images", "pixels", "boxes", "masks")
+_MAPS, _BOXES = ("images", "pixels"), ("boxes", "masks")
 AUGMENTATIONS = Registry(
     "augmentation",
     {
-        "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
-        "centre": Entry(CROP, crops.centre, random=False),
-        "stretch": Entry(CROP, crops.stretch, random=False),
-        "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
-        "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
-        "fit": Entry(CROP, fits.fit, joint="boxes", random=False),
+        "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop, _MAPS),
+        "centre": Entry(CROP, crops.centre, labels=_MAPS, random=False),
+        "stretch": Entry(CROP, crops.stretch, labels=_MAPS, random=False),
+        "scaled_crop": Entry(CROP, joint.scaled_crop, labels=("pixels",)),
+        "detr_crop": Entry(CROP, fits.detr_crop, labels=_BOXES),
+        "fit": Entry(CROP, fits.fit, labels=_BOXES, random=False),
         "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
-        "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True, boxes=fits.flip_boxes),
+        "flip": Entry(LOADER, crops.flip, device_crops.flip, _ALL, boxes=fits.flip_boxes),
         "rand_augment": Entry(STEP, device.rand_augment),
-        "three_augment": Entry(STEP, device.three_augment, colours=True),
-        "color_jitter": Entry(STEP, device.color_jitter, colours=True),
-        "photometric": Entry(STEP, device_colours.photometric, colours=True),
+        "three_augment": Entry(STEP, device.three_augment, labels=_ALL),
+        "color_jitter": Entry(STEP, device.color_jitter, labels=_ALL),
+        "photometric": Entry(STEP, device_colours.photometric, labels=_ALL),
         "erase": Entry(ERASING, device.erase),
     },
 )

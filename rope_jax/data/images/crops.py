@@ -39,8 +39,8 @@ class Box(NamedTuple):
         edges: left, top, right, bottom in pixels.
         interpolation: with antialiasing for downsampling.
         alone: True to cut out the box before it is resized, so that pixels outside it have no
-            influence; the edges are then whole numbers.
-        reducible: True if the picture may be decoded at a fraction of its size.
+            influence; the edges are then whole numbers. A JPEG may be decoded at a fraction of its
+            size before.
         resized: (width, height) to which the whole picture is resized first. The edges are then
             whole numbers, in pixels of the resized picture; the box is not resized again.
     """
@@ -48,7 +48,6 @@ class Box(NamedTuple):
     edges: tuple[float, float, float, float]
     interpolation: Image.Resampling
     alone: bool = False
-    reducible: bool = False
     resized: tuple[int, int] | None = None
 
 
@@ -106,7 +105,7 @@ def resized_crop(
         w = min(width, max(1, round(height * ratio_max)))
         h = min(height, max(1, round(width / ratio_min)))
         left, top = (width - w) // 2, (height - h) // 2
-    return Box((left, top, left + w, top + h), resample, alone=True, reducible=True)
+    return Box((left, top, left + w, top + h), resample, alone=True)
 
 
 def centre(
@@ -200,7 +199,7 @@ def crop_file(
     box = crop(*data.size, size, draw)
     left, top, right, bottom = box.edges
     reduce = 1
-    if box.reducible:
+    if box.alone:
         shrinks = min((right - left) / size[1], (bottom - top) / size[0]) / _GAP
         reduce = next(factor for factor in (8, 4, 2, 1) if factor == 1 or shrinks >= factor)
     picture = data.picture(reduce=reduce)

@@ -4,7 +4,8 @@ Attacks on decoders use the metadata (compressed text, text under names that Pil
 for its own settings, directories whose entries all point at the same megabytes). JPEG, PNG and TIFF
 files are therefore reduced to the parts that encode pixels before Pillow reads them; the
 orientation is read here. No global state is used: decoding is safe in threads and under any setting
-of Pillow (for TIFF files, Pillow's own limit of pixels also applies).
+of Pillow (for TIFF files, and from Pillow 13 on for WebP files, its own limit of pixels also
+applies).
 """
 
 import contextlib
@@ -90,6 +91,7 @@ def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
             than 64 million pixels (32 million of WebP, of TIFF, and of JPEG that is both CMYK and
             stored in several scans), a side over 65,535 pixels, more than 100 scans, TIFF with
             pixels of 12 or 32 bits; the message has the reason.
+        MemoryError: there is too little memory.
     """
     return np.array(EncodedImage(data).picture())
 
@@ -101,7 +103,7 @@ class EncodedImage:
         data: the bytes of the file.
 
     Raises:
-        ValueError: as `decode_image`; damaged pixels are found when they are decoded.
+        ValueError, MemoryError: as `decode_image`; damaged pixels are found when they are decoded.
 
     Attributes:
         size: (width, height) in pixels, after orientation.
@@ -153,6 +155,8 @@ class EncodedImage:
     def _blame(self) -> Iterator[None]:
         try:
             yield
+        except MemoryError:  # no fault of the file
+            raise
         # Pillow raises OSError, SyntaxError, EOFError, struct.error, zlib.error and others.
         except Exception as error:
             raise ValueError(f"the {self._name} image cannot be decoded: {error}") from error

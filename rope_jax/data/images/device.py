@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt8, UInt32
 
 from rope_jax.names.options import Count, NotNegative, Probability, Range
 
@@ -377,41 +377,28 @@ def example_keys(
     return jax.vmap(example_key)(epoch, index)
 
 
+ERASING = zlib.crc32(b"erase")  # number of the first augmentation of normalised images
+
+
 def apply(
-    images: UInt8[Array, "B H W 3"],
+    images: Shaped[Array, "B H W 3"],
     keys: Key[Array, " B"],
-    augmentations: Sequence[Callable[..., Image]],
-    fill: Fill,
-) -> UInt8[Array, "B H W 3"]:
-    """Applies augmentations of uint8 images in their order.
+    augmentations: Sequence[Callable[..., Shaped[Array, "H W 3"]]],
+    *,
+    first: int = 0,
+    **options: Any,
+) -> Shaped[Array, "B H W 3"]:
+    """Applies augmentations of images in their order.
 
     Args:
-        images: uint8 [B, H, W, 3].
+        images: uint8 [B, H, W, 3], or normalised.
         keys: from `example_keys`.
-        augmentations: `AugmentSplit.pixels`.
-        fill: colour outside of a warped image; timm uses the mean of the data.
+        augmentations: `AugmentSplit.pixels`, or `AugmentSplit.erasing`.
+        first: number of the first, from which each has its own keys: `ERASING` for `erasing`.
+        **options: of all augmentations: for pixels `fill`, the colour outside of a warped image;
+            timm uses the mean of the data.
     """
-    for number, augmentation in enumerate(augmentations):
-        images = jax.vmap(functools.partial(augmentation, fill=fill))(images, _fold(keys, number))
+    for number, augmentation in enumerate(augmentations, first):
+        numbered = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        images = jax.vmap(functools.partial(augmentation, **options))(images, numbered)
     return images
-
-
-def apply_erasing(
-    images: Float[Array, "B H W 3"],
-    keys: Key[Array, " B"],
-    augmentations: Sequence[Callable[..., Float[Array, "H W 3"]]],
-) -> Float[Array, "B H W 3"]:
-    """Applies random erasing to normalised images.
-
-    Args:
-        images: [B, H, W, 3], normalised.
-        keys: from `example_keys`.
-        augmentations: `AugmentSplit.erasing`.
-    """
-    for number, augmentation in enumerate(augmentations):
-        images = jax.vmap(augmentation)(images, _fold(keys, zlib.crc32(b"erase") + number))
-    return images
-
-
-def _fold(keys: Key[Array, " B"], number: int) -> Key[Array, " B"]:
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)

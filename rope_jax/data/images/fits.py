@@ -23,23 +23,23 @@ _WHOLE = 2**24  # pixels; a larger image is not resized as a whole
 
 
 class Placing(NamedTuple):
-    """The resizing and cropping of an image to its size.
+    """Two steps of resizing and cropping, from an image to the result.
 
     Attributes:
         resized: size to which the whole image is resized.
         corner: top and left of the part of it that is kept.
         part: size of that part.
-        extent: of the result.
-        offset: top and left of the result in the resized part.
-        scaled: size to which the part is resized, of which a window may be kept; None for `extent`.
+        scaled: size to which the part is resized.
+        offset: top and left of the result in it.
+        extent: size of the result.
     """
 
     resized: Size
     corner: tuple[int, int]
     part: Size
+    scaled: Size
+    offset: tuple[int, int]
     extent: Size
-    offset: tuple[int, int] = (0, 0)
-    scaled: Size | None = None
 
 
 def fit(size: Size, draw: int = 0, *, short: Count = 800, long: Count = 1333) -> Placing:
@@ -60,7 +60,8 @@ def fit(size: Size, draw: int = 0, *, short: Count = 800, long: Count = 1333) ->
         ValueError: options out of range.
     """
     check_order("fit", short=short, long=long)
-    return Placing(size, (0, 0), size, fit_size(size, short=short, long=long))
+    fitted = fit_size(size, short=short, long=long)
+    return Placing(size, (0, 0), size, fitted, (0, 0), fitted)
 
 
 def fit_size(size: Size, *, short: int, long: int) -> Size:
@@ -108,8 +109,8 @@ def detr_crop(
     facebookresearch/detr, which truncates where detectron2 rounds.
 
     >>> detr_crop((480, 640), 3)
-    Placing(resized=(600, 800), corner=(18, 255), part=(517, 399), extent=(663, 512), offset=(0, 0),
-            scaled=(663, 512))
+    Placing(resized=(600, 800), corner=(18, 255), part=(517, 399), scaled=(663, 512), offset=(0, 0),
+            extent=(663, 512))
 
     Args:
         size: (height, width) of the image.
@@ -145,34 +146,26 @@ def detr_crop(
     scaled = fit_size(part, short=short, long=long)
     extent = tuple(min(side, window or side) for side in scaled)
     offset = tuple(int(next(numbers) * (n - m + 1)) for n, m in zip(scaled, extent, strict=True))
-    return Placing(resized, corner, part, extent, offset, scaled)
+    return Placing(resized, corner, part, scaled, offset, extent)
 
 
 def place_pixels(image: UInt8[np.ndarray, "h w 3"], placing: Placing) -> UInt8[np.ndarray, "H W 3"]:
     """Places the pixels of an image: bilinear, with antialiasing where it shrinks."""
     picture = Image.fromarray(np.ascontiguousarray(image))
-
-    def resize(picture: Image.Image, size: Size) -> Image.Image:
-        unchanged = picture.size == size[::-1]
-        return picture if unchanged else picture.resize(size[::-1], Image.Resampling.BILINEAR)
-
-    def cut(picture: Image.Image, corner: tuple[int, int], size: Size) -> Image.Image:
-        (top, left), (height, width) = corner, size
-        whole = picture.size == size[::-1]
-        return picture if whole else picture.crop((left, top, left + width, top + height))
-
-    picture = cut(resize(picture, placing.resized), placing.corner, placing.part)
-    picture = resize(picture, placing.scaled or placing.extent)
-    return np.asarray(cut(picture, placing.offset, placing.extent))
+    for size, (top, left), (height, width) in (placing[:3], placing[3:]):
+        if picture.size != size[::-1]:  # otherwise Pillow would copy it
+            picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
+        if size != (height, width):
+            picture = picture.crop((left, top, left + width, top + height))
+    return np.asarray(picture)
 
 
 def place_masks(masks: UInt8[np.ndarray, "n h w"], placing: Placing) -> UInt8[np.ndarray, "n H W"]:
     """Places masks; of several pixels in place of one, the one to the upper left (mmdetection)."""
 
     def places(axis: int) -> Int[np.ndarray, " m"]:
-        scaled = placing.scaled or placing.extent
         place = np.arange(placing.extent[axis]) + placing.offset[axis]
-        place = place * placing.part[axis] // scaled[axis] + placing.corner[axis]
+        place = place * placing.part[axis] // placing.scaled[axis] + placing.corner[axis]
         return place * masks.shape[1 + axis] // placing.resized[axis]
 
     return masks[:, places(0)[:, None], places(1)]
@@ -191,8 +184,7 @@ def place_boxes(
     Returns:
         The boxes that have an area, and their mask among `boxes`.
     """
-    scaled = placing.scaled or placing.extent
-    sides = (size, placing.resized, placing.corner, placing.part, scaled, placing.offset)
+    sides = (size, *placing[:5])
     size, resized, corner, part, scaled, offset = (np.array(x[::-1] * 2, float) for x in sides)
     placed = (boxes * resized / size - corner) * scaled / part - offset
     return clip_boxes(placed, placing.extent)

@@ -29,26 +29,17 @@ def crop_both(
     Args:
         image: of any size.
         classes: of its pixels; 255 for none.
-        crop: an `Augmentation`, joint or not.
+        crop: an `Augmentation` for labels of pixels.
         size: (H, W) of the crop; a joint one may be smaller.
         draw: 64 random bits.
     """
-    if crop.entry.joint:
+    if "images" not in crop.entry.labels:  # it changes both
         return crop(image, classes, size, draw)
 
     def nearest(*arguments: Any) -> Box:
         return crop(*arguments)._replace(interpolation=Image.Resampling.NEAREST)
 
     return crop_pixels(image, crop, size, draw), crop_pixels(classes, nearest, size, draw)
-
-
-def pad(
-    images: UInt8[np.ndarray, "B h w 3"], labels: UInt8[np.ndarray, "B h w"], size: tuple[int, int]
-) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B H W"]]:
-    """Pads at the bottom and on the right: images with 0, labels with 255."""
-    rows, columns = ((0, n - m) for n, m in zip(size, labels.shape[1:], strict=True))
-    around = ((0, 0), rows, columns)
-    return np.pad(images, (*around, (0, 0))), np.pad(labels, around, constant_values=IGNORED)
 
 
 def scale_size(

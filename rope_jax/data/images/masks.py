@@ -30,10 +30,11 @@ def encode_outline(outline: Any, size: tuple[int, int]) -> bytes:
 
     if not isinstance(outline, dict):
         return mask.merge(mask.frPyObjects(outline, *size))["counts"]
-    counts = outline["counts"]
+    counts = outline.get("counts")
     runs = _read_runs(counts) if isinstance(counts, str) else counts
-    fits = outline.get("size") == [*size] and sum(runs) == size[0] * size[1]
-    if not fits or min(runs) < 0:  # which pycocotools would not notice
+    # pycocotools would not notice other numbers.
+    whole = isinstance(runs, list) and all(type(run) is int and run >= 0 for run in runs)
+    if not whole or outline.get("size") != [*size] or sum(runs) != size[0] * size[1]:
         raise ValueError(f"run lengths are not those of an image of {size[0]}x{size[1]} pixels")
     return mask.frPyObjects({"size": [*size], "counts": runs}, *size)["counts"]
 

@@ -1,7 +1,6 @@
 """Image sets by name."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,28 +13,19 @@ from rope_jax.data.sources.index import Source, Streamed
 from rope_jax.data.sources.memory import MEMORY, Images
 from rope_jax.data.sources.packed import Packed
 from rope_jax.data.sources.pairs import Ade20k, Masks
-from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
+from rope_jax.data.sources.scenes import load_scenes
 from rope_jax.data.sources.tfds import Tfds
 from rope_jax.names.options import convert
 from rope_jax.names.registry import Registry
 from rope_jax.names.text import image_pair
 
 SPLITS = ("train", "test")
-# Sets that are drawn at any size, by the kind of labels; the first kind is the default.
-DRAWN: dict[str, dict[str, Callable[[str, tuple[int, int]], Images]]] = {
-    "scenes": {
-        "pixels": load_scenes,
-        "boxes": load_scene_boxes,
-        "masks": functools.partial(load_scene_boxes, with_masks=True),
-    }
-}
-
-# All sources; those that are neither in MEMORY nor DRAWN are read one image at a time.
+IN_MEMORY = (*MEMORY, "scenes")  # the other sources are read one image at a time
 SOURCES = Registry(
     "data source",
     {
         **MEMORY,
-        **DRAWN,
+        "scenes": load_scenes,
         "folder": Folder,
         "tfds": Tfds,
         "huggingface": HuggingFace,
@@ -135,10 +125,8 @@ def load(
     """
     size = None if image_size is None else image_pair(image_size)
     _check(source, path, split)
-    if source in DRAWN:
-        kinds = DRAWN[source]
-        draw = kinds.get(labels_of, next(iter(kinds.values())))
-        return draw(split, size or (64, 64))
+    if source == "scenes":
+        return load_scenes(split, size or (64, 64), labels_of or "pixels")
     if source in MEMORY:
         images = MEMORY[source](path, split)
         if size in (None, images.size):
@@ -184,7 +172,7 @@ def open_source(
         FileNotFoundError: as `load`.
     """
     _check(source, path, split)
-    if source in MEMORY or source in DRAWN:
+    if source in IN_MEMORY:
         raise ValueError(f"data source {source!r} is not read one image at a time: use load")
     options = {"allow_empty": allow_empty} if source == "folder" else {}
     options |= {"with_masks": labels_of == "masks"} if source == "coco" else {}
@@ -194,7 +182,7 @@ def open_source(
 def _check(source: str, path: str | None, split: str) -> None:
     SOURCES[source]  # raises an error for an unknown name
     convert(split, Literal[*SPLITS], "split")
-    without_path = source in ("digits", *DRAWN)
+    without_path = source in ("digits", "scenes")
     if without_path != (path is None):
         need = "takes no path: leave it out" if without_path else "needs a path; none is given"
         raise ValueError(f"data source {source!r} {need}")

@@ -184,7 +184,7 @@ class Boxed:
     def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
         """The placing of an image by a crop; without a crop, the image unchanged."""
         size = tuple(self.annotations.sizes[example].tolist())
-        return Placing(size, (0, 0), size, size) if crop is None else crop(size, draw)
+        return crop(size, draw) if crop else Placing(size, (0, 0), size, size, (0, 0), size)
 
     def extents(
         self, examples: Int[np.ndarray, " b"], crop: Augmentation | None, draws: np.ndarray
@@ -275,14 +275,6 @@ class StreamedBoxes(Boxed, Streamed):
 
     one_size: ClassVar[bool] = False
 
-    def __post_init__(self):
-        entry = parse_crop(self.crop).entry
-        if not self.labels_kind.serves(entry) or entry.random:
-            raise ValueError(
-                f"{self.crop} is not for the evaluation of images with boxes, which keep their "
-                "aspect: use fit(short=800,long=1333)"
-            )
-
     @property
     def annotations(self) -> Annotations:
         """The annotations of the images."""
@@ -292,20 +284,10 @@ class StreamedBoxes(Boxed, Streamed):
         return super().placing(example, crop or parse_crop(self.crop), draw)
 
     def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
-        image = decode_image(self.source.read(example))
-        self.annotations.check_size(example, image.shape[:2])
-        return image
-
-    def example(
-        self,
-        example: int,
-        crop: Augmentation | None = None,
-        draw: int = 0,
-        *,
-        with_masks: bool = True,
-    ) -> dict[str, np.ndarray]:
         with self.naming(example):
-            return super().example(example, crop, draw, with_masks=with_masks)
+            image = decode_image(self.source.read(example))
+            self.annotations.check_size(example, image.shape[:2])
+            return image
 
 
 def check_boxes(images: Images | Streamed, max_boxes: int) -> None:

@@ -185,17 +185,15 @@ def _is_object(annotation: _Object) -> bool:
 
 
 def _is_outline(outline: Any) -> bool:
-    """Checks for polygons of three corners or more, or for run lengths, near any image's pixels."""
-    if isinstance(outline, dict):
-        counts = outline.get("counts")
-        return isinstance(counts, str) or (
-            isinstance(counts, list) and _are_integers(*counts) and min(counts, default=0) >= 0
+    """Checks for run lengths, or polygons of three corners or more near any image's pixels."""
+    return isinstance(outline, dict) or (
+        bool(outline)
+        and all(
+            len(polygon) >= 6
+            and len(polygon) % 2 == 0
+            and all(_is_finite(x) and abs(x) < 1 << 20 for x in polygon)
+            for polygon in outline
         )
-    return bool(outline) and all(
-        len(polygon) >= 6
-        and len(polygon) % 2 == 0
-        and all(_is_finite(x) and abs(x) < 1 << 20 for x in polygon)
-        for polygon in outline
     )
 
 

@@ -1,8 +1,8 @@
 """ImageNet and its variants for evaluation.
 
-The lists in `labels/` come with their licences (Apache-2.0): the synsets in the order of the 1,000
-classes and the classes of ImageNet-A and ImageNet-R as in timm, and the reassessed labels of Beyer
-et al. (arXiv 2006.07159).
+The lists in `label_lists/` come with their licences (Apache-2.0): the synsets in the order of the
+1,000 classes and the classes of ImageNet-A and ImageNet-R as in timm, and the reassessed labels of
+Beyer et al. (arXiv 2006.07159).
 """
 
 import functools

@@ -14,8 +14,9 @@ _SPLITS = {"train": ("train",), "test": ("validation", "valid", "val", "test")}
 class HuggingFace(Source):
     """One split of a set with one feature of the type `Image` and one of the type `ClassLabel`.
 
-    Examples are ordered by class and file name, as in a class folder; if images have no names, in
-    storage order. Parquet files are written once into the cache of `datasets`, which maps them.
+    Examples are ordered by class and file name, as in a class folder; if images have no names, by
+    class and in storage order. Parquet files are written once into the cache of `datasets`, which
+    maps them.
 
     Args:
         path: of `save_to_disk`; or a folder with files SPLIT-*.parquet, or data/SPLIT-*.parquet, as

@@ -7,8 +7,8 @@ Worker processes map the arrays rather than copy them. An index holds:
     names.npy       uint8, the names of all examples one after the other in UTF-8
     ends.npy        int64 [n], the end of each name
 
-Sources are ordered by class, then by file name, so that the same images in another format yield the
-same stream.
+Sources with file names are ordered by class, then by file name, so that the same images in another
+format yield the same stream.
 """
 
 import abc
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from rope_jax.data.images.augment import parse_crop
+from rope_jax.data.images.augment import AUGMENTATIONS, CROP, parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.labels import Labels, find_labels
@@ -104,9 +104,9 @@ class Source(abc.ABC):
         """Bytes of the file of each image, -1 for one that is missing; empty if files hold many."""
         return ()
 
-    def damaged_files(self) -> list[str] | None:
-        """Names of files with a wrong checksum; None if the set has no checksums."""
-        return None
+    def damaged_files(self) -> list[str]:
+        """Names of files with a wrong checksum, if the set has checksums."""
+        return []
 
     def stream(self, size: tuple[int, int], crop: str | None = None) -> "Streamed":
         """The images cropped to one size, by default the whole centre."""
@@ -223,7 +223,7 @@ class Streamed:
     >>> folder.mkdir(parents=True)
     >>> Image.new("RGB", (40, 30)).save(folder / "1.png")
     >>> images = Streamed(open_source("folder", str(folder.parents[1]), "train"), (16, 16))
-    >>> images.read(0).shape, images.class_names, images.in_memory
+    >>> images.example(0)["image"].shape, images.class_names, images.in_memory
     ((16, 16, 3), ['cat'], False)
 
     Attributes:
@@ -241,8 +241,15 @@ class Streamed:
 
     def __post_init__(self):
         entry = parse_crop(self.crop).entry
-        if entry.random or entry.joint is not None:
-            raise ValueError(f"{self.crop} is for training: evaluate with centre or stretch")
+        if entry.random or self.labels_of not in entry.labels:
+            choices = ", ".join(
+                name
+                for name, other in AUGMENTATIONS.items()
+                if other.stage == CROP and not other.random and self.labels_of in other.labels
+            )
+            raise ValueError(
+                f"{self.crop} is not for the evaluation of {self.labels_kind.words}: use {choices}"
+            )
 
     @property
     def labels(self) -> Int32[np.ndarray, "n ..."]:
@@ -315,10 +322,10 @@ class Streamed:
         size = f"{self.size[0]}x{self.size[1]}"
         return f"{size} of {self.source.fingerprint()}, content {content:08x}"
 
-    def read(
+    def example(
         self, example: int, crop: Crop | None = None, draw: int = 0
-    ) -> UInt8[np.ndarray, "H W 3"]:
-        """Reads one image and crops it to the set's size.
+    ) -> dict[str, np.ndarray]:
+        """Reads an image, cropped to the set's size, and its labels: `image` and `label`.
 
         Args:
             example: number of the image.
@@ -333,14 +340,10 @@ class Streamed:
         with self.naming(example):
             data = self.source.read(example)
             if isinstance(data, bytes):
-                return crop_file(EncodedImage(data), crop, self.size, draw)
-            return crop_pixels(data, crop, self.size, draw)
-
-    def example(
-        self, example: int, crop: Crop | None = None, draw: int = 0
-    ) -> dict[str, np.ndarray]:
-        """An image with its labels, `image` and `label`. Arguments and errors as in `read`."""
-        return {"image": self.read(example, crop, draw), "label": self.labels[example]}
+                image = crop_file(EncodedImage(data), crop, self.size, draw)
+            else:
+                image = crop_pixels(data, crop, self.size, draw)
+        return {"image": image, "label": self.labels[example]}
 
     @contextlib.contextmanager
     def naming(self, example: int) -> Iterator[None]:
@@ -348,8 +351,6 @@ class Streamed:
         try:
             yield
         except (ValueError, OSError) as error:
-            if isinstance(error.__cause__, MemoryError):  # no reason to skip the image
-                raise error.__cause__ from None
             name = self.source.example_name(example)
             raise BadImages(
                 f"image {example} of {self.name} ({name}) cannot be used: {error}"

@@ -99,25 +99,20 @@ class Images:
         """The images as they are stored."""
         return self.images if self.stored is None else self.stored
 
-    def read(
-        self, example: int, crop: Crop | None = None, draw: int = 0
-    ) -> UInt8[np.ndarray, "H W 3"]:
-        """Returns an image, or a crop of it as it is stored, resized to `size`.
-
-        Args:
-            example: index of the image.
-            crop: the crop to take; None for the whole image.
-            draw: random bits of the crop.
-        """
-        if crop is None:
-            return self.images[example]
-        return crop_pixels(self.to_crop[example], crop, self.size, draw)
-
     def example(
         self, example: int, crop: Crop | None = None, draw: int = 0
     ) -> dict[str, np.ndarray]:
-        """An image with its labels, `image` and `label`. Arguments as in `read`."""
-        return {"image": self.read(example, crop, draw), "label": self.labels[example]}
+        """An image with its labels: `image` uint8 [H, W, 3] of `size`, and `label`.
+
+        Args:
+            example: index of the image.
+            crop: the crop to take of the image as it is stored; None for the whole image.
+            draw: random bits of the crop.
+        """
+        image = self.images[example]
+        if crop is not None:
+            image = crop_pixels(self.to_crop[example], crop, self.size, draw)
+        return {"image": image, "label": self.labels[example]}
 
     @property
     def labels_kind(self) -> Labels:

@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from rope_jax.data.images.augment import Augmentation, parse_crop
-from rope_jax.data.images.decode import EncodedImage, decode_image
+from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.images.joint import IGNORED, crop_both
 from rope_jax.data.sources.folder import ENDINGS, Files, list_names
 from rope_jax.data.sources.index import Streamed
@@ -56,8 +56,8 @@ class StreamedMaps(Streamed):
             BadImages: the image or its labels cannot be used; the message names them.
         """
         with self.naming(example):
-            image = decode_image(self.source.read(example))
-            return image, self.source.classes(example, image.shape[:2])
+            image = EncodedImage(self.source.read(example))
+            return np.array(image.picture()), self.source.classes(example, image)
 
     def example(
         self, example: int, crop: Augmentation | None = None, draw: int = 0
@@ -116,23 +116,29 @@ class Masks(Files):
         """The PNG with the classes of an image."""
         return self._root / self._labels / f"{Path(self.example_name(example)).stem}.png"
 
-    def classes(self, example: int, size: tuple[int, int]) -> UInt8[np.ndarray, "h w"]:
+    def classes(self, example: int, image: EncodedImage) -> UInt8[np.ndarray, "h w"]:
         """The classes of an image's pixels; 255 for none.
 
         Args:
             example: number of the image.
-            size: (height, width) of the image.
+            image: that image.
 
         Raises:
             ValueError: the file is not such a PNG, has another size than the image or a value
-                without a class; the message names it.
+                without a class, or the image has a rotation; the message names the file.
         """
-        path = self.label_file(example)
-        values = read_grey(path)
-        if values.shape != size:
+        path, name = self.label_file(example), self.example_name(example)
+        width, height = image.size
+        if image.orientation != 1:
             raise ValueError(
-                f"{path} has {values.shape[0]}x{values.shape[1]} pixels, but its image "
-                f"{self.example_name(example)} {size[0]}x{size[1]}: both must have the same size"
+                f"{name} has an Exif rotation (orientation {image.orientation}), which its labels "
+                "may lack: store it without one"
+            )
+        values = read_grey(path)
+        if values.shape != (height, width):
+            raise ValueError(
+                f"{path} has {values.shape[0]}x{values.shape[1]} pixels, but its image {name} "
+                f"{height}x{width}: both must have the same size"
             )
         values = values - np.uint8(self.first)  # below it is 255
         labelled = values[values != IGNORED]
@@ -161,8 +167,7 @@ class Masks(Files):
         )
 
     def read_classes(self, example: int) -> list[int]:
-        width, height = EncodedImage(self.read(example)).size
-        values = np.unique(self.classes(example, (height, width)))
+        values = np.unique(self.classes(example, EncodedImage(self.read(example))))
         return values[values != IGNORED].tolist()
 
     def label_errors(self) -> list[str]:
@@ -174,13 +179,8 @@ class Masks(Files):
             image = EncodedImage(self.read(example))
         except (ValueError, OSError):  # of the image, which may be skipped
             return None
-        if image.orientation != 1:
-            return (
-                f"{self.example_name(example)} has an Exif rotation (orientation "
-                f"{image.orientation}), which its labels may lack: store it without one"
-            )
         try:
-            self.classes(example, image.size[::-1])
+            self.classes(example, image)
         except ValueError as error:
             return str(error)
         return None

@@ -1,6 +1,6 @@
 """Scenes: handwritten digits on coloured grounds, for dense prediction without a download.
 
-Scene i of a split is a function of (seed, split, i, height, width). A digit has the same size in
+Scene i of a split is a function of (split, i, height, width). A digit has the same size in
 pixels on images of all sizes, and larger images have more of them. The digits of test scenes are in
 no training scene. About nine tenths of the pixels are background.
 """
@@ -92,51 +92,35 @@ class Scene:
 
 
 @functools.lru_cache(maxsize=4)
-def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
+def load_scenes(
+    split: str, size: tuple[int, int], labels_of: str = "pixels"
+) -> LabelMaps | BoxImages:
     """The scenes of a split as a set in memory.
 
     Args:
         split: "train" or "test".
         size: (height, width) in pixels.
-        seed: of the set; runs of all seeds have that of seed 0.
+        labels_of: "boxes" around the visible part of each digit, whose classes are the digits, or
+            "masks" of these parts, too; otherwise classes of pixels.
     """
-    scenes = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
-    images, labels = np.stack([s.image for s in scenes]), np.stack([s.labels for s in scenes])
-    return LabelMaps(images, labels, "scenes", split, len(CLASS_NAMES), CLASS_NAMES)
-
-
-@functools.lru_cache(maxsize=4)
-def load_scene_boxes(
-    split: str, size: tuple[int, int], seed: int = 0, *, with_masks: bool = False
-) -> BoxImages:
-    """Scenes with a box around the visible part of each digit; classes are the digits.
-
-    Args:
-        split, size, seed: as in `load_scenes`.
-        with_masks: whether annotations have the masks of the visible parts.
-    """
-    scenes = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
+    scenes = [draw_scene(split, index, size) for index in range(COUNTS[split])]
+    images = np.stack([scene.image for scene in scenes])
+    if labels_of not in ("boxes", "masks"):
+        labels = np.stack([scene.labels for scene in scenes])
+        return LabelMaps(images, labels, "scenes", split, len(CLASS_NAMES), CLASS_NAMES)
     masks = [mask for scene in scenes for mask in scene.masks]
-    count = len(scenes)
     annotations = Annotations(
-        sizes=np.full((count, 2), size, np.int32),
+        sizes=np.full((len(scenes), 2), size, np.int32),
         ends=np.cumsum([len(scene.digits) for scene in scenes]),
         boxes=np.array([mask_box(mask) for mask in masks], np.float64).reshape(-1, 4),
         labels=np.concatenate([scene.digits for scene in scenes]),
         crowd=np.zeros(len(masks), bool),
         area=np.array([mask.sum() for mask in masks], np.float64),
     )
-    if with_masks:
+    if labels_of == "masks":
         annotations = add_masks(annotations, [encode_mask(mask)["counts"] for mask in masks])
-    return BoxImages(
-        np.stack([s.image for s in scenes]),
-        np.zeros(count, np.int32),
-        "scenes",
-        split,
-        10,
-        CLASS_NAMES[1:],
-        annotations,
-    )
+    none = np.zeros(len(scenes), np.int32)
+    return BoxImages(images, none, "scenes", split, 10, CLASS_NAMES[1:], annotations)
 
 
 def mask_box(mask: Bool[np.ndarray, "H W"]) -> tuple[int, int, int, int]:
@@ -149,7 +133,7 @@ def mask_box(mask: Bool[np.ndarray, "H W"]) -> tuple[int, int, int, int]:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-def draw_scene(split: str, index: int, size: tuple[int, int], seed: int = 0) -> Scene:
+def draw_scene(split: str, index: int, size: tuple[int, int]) -> Scene:
     """Draws one scene.
 
     >>> scene = draw_scene("train", 0, (48, 64))
@@ -160,14 +144,13 @@ def draw_scene(split: str, index: int, size: tuple[int, int], seed: int = 0) -> 
         split: "train" or "test".
         index: of the scene.
         size: (height, width) in pixels, at least 12.
-        seed: of the set.
     """
     if min(size) < _SIDES[0]:
         raise ValueError(f"scenes of {size[0]}x{size[1]} pixels have no room for digits of 12")
     height, width = size
     stream = f"scene {split} {height}x{width}"
     counter = np.array([0, 0, 0, zlib.crc32(stream.encode())], np.uint64)
-    bits = np.random.Philox(key=np.array([seed, index], np.uint64), counter=counter)
+    bits = np.random.Philox(key=np.array([0, index], np.uint64), counter=counter)
     numbers = _uniform(bits)
     ground = np.array([60 + 140 * next(numbers) for _ in range(3)])
     slopes = [120 * next(numbers) - 60 for _ in range(2)]

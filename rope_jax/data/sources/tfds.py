@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rope_jax.data.sources.index import Source, cache_index, write_index
-from rope_jax.system.files import open_regular
 
 # Features with the name of an image's file, in order of preference.
 _NAMES = ("file_name", "filename", "image/filename", "image_id", "id")
@@ -98,10 +97,6 @@ def _builder(path: str) -> Any:
             "data source 'tfds' needs tensorflow-datasets: pip install 'rope_jax[data]'"
         ) from error
 
-    for file in Path(path).iterdir():
-        if not file.is_dir():
-            with open_regular(file):  # tfds would wait for a pipe
-                pass
     builder = tfds.builder_from_directory(path)
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
         raise ValueError(

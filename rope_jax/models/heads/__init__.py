@@ -13,8 +13,6 @@ from rope_jax.models.heads.head import (
     Head,
     PixelLogits,
     SegmentationHead,
-    create_head,
-    find_head,
     list_heads,
     register_head,
 )
@@ -24,8 +22,6 @@ __all__ = [
     "Head",
     "PixelLogits",
     "SegmentationHead",
-    "create_head",
-    "find_head",
     "list_heads",
     "register_head",
 ]

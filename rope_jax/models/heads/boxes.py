@@ -69,6 +69,8 @@ def iou(first: Float[Array, "*N 4"], second: Float[Array, "*M 4"]) -> Float[Arra
 
     >>> float(iou(jnp.array([0.0, 0.0, 2.0, 2.0]), jnp.array([1.0, 0.0, 3.0, 2.0]))).__round__(4)
     0.3333
+    >>> float(iou(jnp.zeros(4), jnp.array([0.0, 0.0, 2.0, 2.0])))
+    0.0
 
     Args:
         first, second: corners, of shapes that broadcast.
@@ -78,12 +80,14 @@ def iou(first: Float[Array, "*N 4"], second: Float[Array, "*M 4"]) -> Float[Arra
 
 
 def generalised_iou(
-    first: Float[Array, "*N 4"], second: Float[Array, "*M 4"], epsilon: float = EPSILON
+    first: Float[Array, "*N 4"], second: Float[Array, "*M 4"]
 ) -> Float[Array, "*K"]:
     """Intersection over union, less the fraction of the smallest enclosing box that is empty.
 
     Above -1, and lower the farther apart two boxes are (Rezatofighi et al., arXiv 1902.09630,
-    algorithm 1).
+    algorithm 1). As in detrex, 1e-6 is added to both areas before the division. That underestimates
+    the overlap of small boxes: by half for a box of one pixel in 1,000 x 1,000, if boxes are
+    fractions of the image.
 
     >>> boxes = jnp.array([[0.0, 0.0, 1.0, 1.0], [1.0, 0.0, 2.0, 1.0], [3.0, 0.0, 4.0, 1.0]])
     >>> [round(x, 4) for x in generalised_iou(boxes[0], boxes).tolist()]
@@ -91,15 +95,12 @@ def generalised_iou(
 
     Args:
         first, second: corners, of shapes that broadcast.
-        epsilon: added to both areas before the division. That of detrex, the default,
-            underestimates the overlap of small boxes: by half for a box of one pixel in 1,000 x
-            1,000, if boxes are fractions of the image; 1e-12 is below their rounding.
     """
     shared, union = _intersection_and_union(first, second)
     upper = jnp.minimum(first[..., :2], second[..., :2])
     lower = jnp.maximum(first[..., 2:], second[..., 2:])
     around = area(jnp.concatenate([upper, lower], axis=-1))
-    return shared / (union + epsilon) - (around - union) / (around + epsilon)
+    return shared / (union + EPSILON) - (around - union) / (around + EPSILON)
 
 
 def encode(

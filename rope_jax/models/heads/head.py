@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.heads.pixels import pixel_accuracy, pixel_loss
-from rope_jax.models.layers import layer_dtypes
 from rope_jax.models.registry import Options
 from rope_jax.names.registry import Registry
 from rope_jax.positions.grids import Grid
@@ -29,6 +27,7 @@ Maps = Sequence[Float[Array, "B _h _w _C"]]
 class PixelLogits:
     """Predictions of a segmentation head.
 
+    >>> import jax.numpy as jnp
     >>> PixelLogits(jnp.zeros((2, 8, 8, 11))).auxiliary is None
     True
 
@@ -47,9 +46,8 @@ class Head(nnx.Module):
     """Base of all heads.
 
     >>> import rope_jax.models.heads
-    >>> head = create_head("upernet", channels=[8] * 4, num_classes=3, rngs=nnx.Rngs(0))
-    >>> isinstance(head, Head), head.strides, head.num_classes
-    (True, (4, 8, 16, 32), 3)
+    >>> HEADS["upernet"].family.strides
+    (4, 8, 16, 32)
 
     The constructor takes the options, the maps' `channels` (a number for each, strides ascending),
     `num_classes`, `dtypes` and `rngs`.
@@ -57,16 +55,14 @@ class Head(nnx.Module):
     Attributes:
         task: the task of the predictions, a key of `rope_jax.tasks.TASKS`.
         padded: whether it takes the extents of images that are padded, `extent` and `image_size`.
-        strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
-        optional: number of these, the last ones, that it makes itself where they are missing.
+        strides: of the maps that it takes, in pixels, of which backbones with four stages have only
+            those up to 32; None for one map of any stride, the last.
         scales: of the `FeaturePyramid` that makes these maps from the last one of a plain ViT, with
             as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
         divisible: False where a part of a batch cannot be computed by itself, as its loss needs a
             count of the whole batch: `accumulate` is refused.
-        check_maps: (sizes of the maps, image_size) -> None, which raises ValueError for maps that
-            are too small; None for heads that take any.
         options: of this head.
         out_features: number of classes.
     """
@@ -74,11 +70,9 @@ class Head(nnx.Module):
     task: ClassVar[str]
     padded: ClassVar[bool] = False
     strides: ClassVar[tuple[int, ...] | None] = None
-    optional: ClassVar[int] = 0
     scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
     divisible: ClassVar[bool] = True
-    check_maps: Callable[[Sequence[Grid], Grid], None] | None = None
     options: Options
     out_features: int
 
@@ -93,6 +87,9 @@ class Head(nnx.Module):
             train: whether to use dropout and batch statistics.
             key: for dropout; None drops nothing.
             extra: other arguments that the task passes, such as `extent` for detection.
+
+        Raises:
+            ValueError: the maps are too small for this head.
         """
 
     @property
@@ -132,6 +129,7 @@ class SegmentationHead(Head):
 
     A head of your own, the logits of the mean token at every pixel:
 
+    >>> import jax.numpy as jnp
     >>> from rope_jax import create_model
     >>> class Mean(SegmentationHead):
     ...     def __init__(self, options, *, channels, num_classes, dtypes, rngs):
@@ -218,58 +216,3 @@ def list_heads(pattern: str = "*") -> list[str]:
     ['mask2former', 'segmenter', 'upernet']
     """
     return HEADS.names(pattern)
-
-
-def find_head(name: str) -> Entry:
-    """The registered head called `name`.
-
-    >>> import rope_jax.models.heads
-    >>> find_head("upernets")
-    Traceback (most recent call last):
-    rope_jax.names.registry.UnknownName: unknown head 'upernets'; did you mean 'upernet'? known: ...
-
-    Raises:
-        ValueError: there is no such head.
-    """
-    return HEADS[name]
-
-
-def create_head(
-    name: str,
-    *,
-    channels: Sequence[int],
-    num_classes: int,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-    overrides: Mapping[str, Any] = {},
-) -> Head:
-    """Creates a head for maps of given channels.
-
-    >>> import jax.numpy as jnp
-    >>> import rope_jax.models.heads
-    >>> head = create_head("linear", channels=[8], num_classes=3, rngs=nnx.Rngs(0))
-    >>> head([jnp.zeros((1, 4, 6, 8))]).logits.shape
-    (1, 4, 6, 3)
-
-    Args:
-        name: one of `list_heads()`.
-        channels: of each map that the head takes, strides ascending.
-        num_classes: of the predictions.
-        dtype: of activations.
-        rngs: of the initial weights.
-        overrides: values of options, by field.
-
-    Raises:
-        ValueError: an unknown name or option, or another number of maps than the head takes.
-    """
-    entry = find_head(name)
-    count = 1 if entry.family.strides is None else len(entry.family.strides)
-    if not count - entry.family.optional <= len(channels) <= count:
-        raise ValueError(f"the head {name!r} takes {count} maps, but {len(channels)} are given")
-    return entry.family(
-        entry.options.override(f"the head {name!r}", overrides),
-        channels=tuple(channels),
-        num_classes=num_classes,
-        dtypes=layer_dtypes(jnp.dtype(dtype)),
-        rngs=rngs,
-    )

@@ -21,12 +21,34 @@ EPSILON = 1e-5
 """Of the norms: torch's default."""
 
 
+def sines(
+    coordinates: Float[Array | np.ndarray, "*N D"], features: int
+) -> Float[Array | np.ndarray, "*N F"]:
+    """Sines and cosines, in turn, of each coordinate times 2 pi over 10000^(2 i / features).
+
+    >>> [round(x, 4) for x in sines(np.array([0.125]), 4).tolist()]
+    [0.7071, 0.7071, 0.0079, 1.0]
+
+    Args:
+        coordinates: D of each point. Those of NumPy give a constant.
+        features: of each coordinate, an even number.
+
+    Returns:
+        F = D x features channels.
+    """
+    xp = coordinates.__array_namespace__()
+    scales = (10000 ** (np.arange(0, features, 2) / features)).astype(np.float32)
+    angles = (coordinates * (2 * math.pi))[..., None] / xp.asarray(scales, coordinates.dtype)
+    pairs = xp.stack([xp.sin(angles), xp.cos(angles)], axis=-1)
+    return pairs.reshape(*coordinates.shape[:-1], -1)
+
+
 @functools.cache
 def sine_positions(size: Grid, width: int) -> Float[np.ndarray, "h w C"]:
     """Fixed positions of a map's tokens: sines and cosines of rows, then of columns.
 
     Rows run from 2 pi / h to 2 pi, columns likewise; pair k of K has a period of 10,000^(k/K) times
-    2 pi. In float64.
+    2 pi, rounded to float32. In float64.
 
     >>> sine_positions((1, 4), 4)[0, :, 2].round(3).tolist()
     [1.0, 0.0, -1.0, -0.0]
@@ -37,15 +59,8 @@ def sine_positions(size: Grid, width: int) -> Float[np.ndarray, "h w C"]:
         size: (h, w).
         width: C, divisible by 4.
     """
-    periods = 10_000 ** (np.arange(width // 4) / (width // 4))
-
-    def along(count: int) -> np.ndarray:
-        angles = np.arange(1, count + 1) / (count + 1e-6) * 2 * math.pi / periods[:, None]
-        return np.stack([np.sin(angles), np.cos(angles)], axis=1).reshape(width // 2, count).T
-
-    rows, columns = (along(count) for count in size)
-    sides = (rows[:, None], columns[None])
-    return np.concatenate([np.broadcast_to(x, (*size, width // 2)) for x in sides], axis=-1)
+    rows, columns = (np.arange(1, count + 1) / (count + 1e-6) for count in size)
+    return sines(np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1), width // 2)
 
 
 class Attention(nnx.Module):

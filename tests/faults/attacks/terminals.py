@@ -57,7 +57,7 @@ def _into_pipe() -> None:
         os.dup2(pipe, descriptor)
 
 
-@attack("a pipe that is closed (`| head`)", tries=4)
+@attack("a pipe that is closed, as by `head`", tries=4)
 def close_pipe(folder, number, rng):
     os.mkfifo(folder / "pipe")
     variables = {"TEST_PIPE": str(folder / "pipe")}

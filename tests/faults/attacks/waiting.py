@@ -74,7 +74,7 @@ STALLED = "\nthe file system has stopped answering"
 
 def _stall_reads() -> None:
     """Makes the file system stop answering after some images, as a network may."""
-    read, remaining = Streamed.read, int(os.environ.get("TEST_READS", "1000000000"))
+    read, remaining = Streamed.example, int(os.environ.get("TEST_READS", "1000000000"))
 
     def read_or_stall(self, *arguments):
         nonlocal remaining
@@ -84,7 +84,7 @@ def _stall_reads() -> None:
             threading.Event().wait()
         return read(self, *arguments)
 
-    Streamed.read = read_or_stall
+    Streamed.example = read_or_stall
 
 
 @attack("a file system that stops answering, then SIGTERM", tries=3)

@@ -5,7 +5,7 @@ import pytest
 
 from rope_jax.models.heads.boxes import to_corners
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.dino.denoising import attention_mask, disturb, make_slots, real_first
+from rope_jax.models.heads.dino.denoising import disturb, make_slots, real_first
 
 CLASSES = 4
 
@@ -43,13 +43,6 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
     triples = zip(slots.group.tolist(), slots.row.tolist(), slots.negative.tolist(), strict=True)
     assert list(triples)[: len(expected)] == expected
     np.testing.assert_array_equal(slots.used, np.arange(len(slots.group)) < len(expected))
-
-
-def test_only_slots_see_their_own_group():
-    slots, queries = slots_for(some_targets((2, 1), 3).real, 5), 4
-    visible = np.asarray(jax.jit(attention_mask, static_argnums=1)(slots, queries))
-    group = np.concatenate([slots.group, np.full(queries, -1)])
-    np.testing.assert_array_equal(visible, (group[:, None] == group) | (group == -1))
 
 
 def test_sides_move_by_a_fraction_of_half_the_size():

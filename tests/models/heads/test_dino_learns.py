@@ -53,7 +53,7 @@ def precision(model, images, batch, config):
 @pytest.mark.slow
 def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "train", SCENES)
-    images = scenes.load_scene_boxes("train", (SIDE, SIDE))
+    images = scenes.load_scenes("train", (SIDE, SIDE), "boxes")
     config, batch = resolve({}), make_batch(images)
     model = rope_jax.create_model(
         "vit_digits",

@@ -4,19 +4,14 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.heads import create_head
-from rope_jax.weights import export_state_dict
-from tests.models.small import compile_read, pictures
-from tests.parity.official import assert_equal
+from tests.models.small import compile_read, create_head, pictures
 
 SMALL = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
 
 
 def test_cells_of_a_token_are_adjacent():
     """Cell (a, b) of a token at (y, x) becomes the prediction at (2 y + a, 2 x + b)."""
-    head = create_head(
-        "linear", channels=[5], num_classes=3, rngs=nnx.Rngs(0), overrides={"cells": 2}
-    )
+    head = create_head("linear", channels=[5], num_classes=3, cells=2)
     maps = jax.random.normal(jax.random.key(0), (2, 3, 4, 5))
     logits = head([maps]).logits
     assert logits.shape == (2, 6, 8, 3)
@@ -42,23 +37,3 @@ def test_training_draws_dropout_and_moves_batch_statistics():
     before = nnx.state(model, nnx.BatchStat)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(stats), strict=True):
         assert not np.array_equal(old, new)
-
-
-def test_a_head_takes_a_fixed_number_of_maps():
-    with pytest.raises(ValueError, match="'upernet' takes 4 maps, but 1 are given"):
-        create_head("upernet", channels=[8], num_classes=3, rngs=nnx.Rngs(0))
-
-
-def test_mmsegmentation_and_the_authors_name_the_same_segmenter():
-    """Both name the same arrays: the names of one are translated to those of the other."""
-    settings = {"head": "segmenter(head_dim=8)", "num_classes": 3, **SMALL}
-    model = rope_jax.create_model("deit_ti16", seed=1, **settings)
-    other = rope_jax.create_model("deit_ti16", **settings)
-    exported = export_state_dict(model, source="mmseg")
-    assert "backbone.layers.0.attn.attn.in_proj_weight" in exported
-    rope_jax.convert_state_dict(other, exported, source="mmseg")
-    original = export_state_dict(model, source="segmenter")
-    np.testing.assert_array_equal(
-        original["decoder.proj_patch"], exported["decode_head.patch_proj.weight"].T
-    )
-    assert_equal(export_state_dict(other, source="segmenter"), original)

@@ -9,12 +9,11 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.data.sources import scenes
-from rope_jax.models.heads import create_head
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.heads.mask2former.head import MaskPredictions
 from rope_jax.tasks import TASKS
 from tests.models.definition import softmax
-from tests.models.small import check_gradients, compile_gradient
+from tests.models.small import check_gradients, compile_gradient, create_head
 
 SMALL = (
     "mask2former(width=16,heads=2,groups=4,pixel_depth=1,pixel_hidden=16,depth=3,hidden=32,"
@@ -27,9 +26,7 @@ SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size":
 def test_scores_sum_resized_masks_over_queries():
     """Masks are resized, not scores; the class of no object has none."""
     rng = np.random.default_rng(0)
-    head = nnx.eval_shape(
-        lambda: create_head("mask2former", channels=(8,) * 4, num_classes=3, rngs=nnx.Rngs(0))
-    )
+    head = nnx.eval_shape(lambda: create_head("mask2former", channels=(8,) * 4, num_classes=3))
     classes, embeddings = (rng.standard_normal((2, 1, 5, n)).astype("f") for n in (4, 6))
     pixels = rng.standard_normal((1, 3, 4, 6)).astype("f")
     predictions = MaskPredictions(*map(jnp.asarray, (classes, embeddings, pixels)))

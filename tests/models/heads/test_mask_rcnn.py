@@ -134,13 +134,11 @@ def test_an_exported_program_takes_any_number_of_images(model, tmp_path):
 
 
 def test_unsuitable_maps_and_targets_are_refused(model):
-    sizes = [(16, 16), (8, 8), (4, 4), (2, 2)]
-    model.head.check_maps(sizes, (64, 64))
+    maps = [jnp.zeros((2, side, side, 8)) for side in (16, 8, 4, 2)]
     for image_size in ((56, 56), (8, 8), (64, 60)):  # of strides of 3.5, 1/2, 4 and 3.75
         with pytest.raises(ValueError, match=f"{'x'.join(map(str, image_size))} pixels .* 16x16"):
-            model.head.check_maps(sizes, image_size)
+            model.head(maps, image_size=image_size)
     boxes, labels, masks = jnp.zeros((2, 4, 4)), jnp.zeros((2, 4), int), some_batch()["masks"]
-    maps = [jnp.zeros((2, *size, 8)) for size in sizes]
     without_masks, complete = Targets(boxes, labels), Targets(boxes, labels, masks)
     for targets, key in ((without_masks, jax.random.key(0)), (complete, None)):
         with pytest.raises(ValueError, match=r"need masks, and a key: .*Targets\(boxes, labels, m"):

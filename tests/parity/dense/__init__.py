@@ -76,10 +76,9 @@ def goldens():
 
 
 def find_check(name):
-    """The module that checks goldens of this name, or None."""
-    kinds = [module.name for module in pkgutil.iter_modules(__path__)]
-    matching = [kind for kind in kinds if name.startswith(kind)]
-    return importlib.import_module(f"{__name__}.{max(matching, key=len)}") if matching else None
+    """The module that checks goldens of this name."""
+    kind = next(x.name for x in pkgutil.iter_modules(__path__) if name.startswith(x.name))
+    return importlib.import_module(f"{__name__}.{kind}")
 
 
 def load(golden, dtype, source):
@@ -98,28 +97,19 @@ def draw_maps(case, dtype):
     ]
 
 
-def differences(golden, dtype):
-    """The largest difference and the limit of each output of a golden, by name.
-
-    The difference is infinite if either side lacks the output; for integers it is the number of
-    unequal values.
-    """
-    check = find_check(golden.name)
-    limits = LIMITS | getattr(check, "LIMITS", {})
+def check_outputs(name, dtype):
+    """Compares all outputs of a golden; those that are not floating-point must be equal."""
+    golden, check = goldens()[name], find_check(name)
+    limit, expected = (LIMITS | getattr(check, "LIMITS", {}))[dtype], golden.outputs(dtype)
     with jax.default_matmul_precision("highest"):
         outputs = {key: np.asarray(x) for key, x in check.outputs(golden, dtype).items()}
-    expected, rows = golden.outputs(dtype), {}
-    for key in expected | outputs:
-        floating = key in expected and expected[key].dtype.kind == "f"
-        limit = limits[dtype] if floating else 0.0
-        if key not in expected or key not in outputs or expected[key].shape != outputs[key].shape:
-            rows[key] = (float("inf"), limit)
-        elif floating:
-            assert outputs[key].dtype == dtype, f"{golden.name}: {key} is {outputs[key].dtype}"
-            rows[key] = (float(np.abs(expected[key] - outputs[key]).max()), limit)
-        else:
-            rows[key] = (float((expected[key] != outputs[key]).sum()), limit)
-    return rows
+    assert outputs.keys() == expected.keys()
+    for key, x in expected.items():
+        floating = x.dtype.kind == "f"
+        assert outputs[key].dtype == dtype or not floating, key
+        assert outputs[key].shape == x.shape, key
+        atol = limit if floating else 0
+        np.testing.assert_allclose(outputs[key], x, rtol=0, atol=atol, err_msg=f"{name}: {key}")
 
 
 def images(height, width, count=1, seed=1234):

@@ -1,11 +1,7 @@
 """Mask2Former's decoders on fixed maps, and its semantic scores."""
 
-import numpy as np
-from flax import nnx
-
-from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former.head import semantic_scores
-from tests.models.small import compile_read
+from tests.models.small import compile_read, create_head
 from tests.parity.dense import draw_maps, load
 
 LIMITS = {"float64": 2e-5}  # the official positions are float32
@@ -27,9 +23,8 @@ def make_model(case, weights, dtype):
         "mask2former",
         channels=case["channels"],
         num_classes=case["classes"],
-        dtype=np.dtype(dtype),
-        rngs=nnx.Rngs(0),
-        overrides=options,
+        dtype=dtype,
+        **options,
     )
 
 

@@ -1,11 +1,9 @@
 """UperNet on fixed maps, on BEiT-2's backbone, and on mmsegmentation's ViT with any neck."""
 
 import numpy as np
-from flax import nnx
 
 import rope_jax
-from rope_jax.models.heads import create_head
-from tests.models.small import compile_call, compile_read
+from tests.models.small import compile_call, compile_read, create_head
 from tests.parity.dense import draw_maps, images, load
 
 
@@ -15,8 +13,7 @@ def make_model(case, weights, dtype):
     options = {"width": case["width"], "auxiliary_width": auxiliary["width"]}
     options |= {"auxiliary_map": auxiliary["map"]}
     if "maps" in case:
-        common |= {"channels": case["channels"], "dtype": np.dtype(dtype)}
-        return create_head("upernet", rngs=nnx.Rngs(0), overrides=options, **common)
+        return create_head("upernet", case["channels"], dtype=dtype, **common, **options)
     options |= {"neck": case["neck"]} if "neck" in case else {}
     names = ("depth", "heads", "layer_scale", "norm_epsilon", "last_norm")
     return rope_jax.create_model(

@@ -67,6 +67,9 @@ def make_slots(real: Bool[Array, "B M"], number: int) -> Slots:
 def attention_mask(slots: Slots, queries: int) -> Bool[Array, "T T"]:
     """Mask of queries that attend: all to the chosen ones, slots also to those of their group.
 
+    >>> attention_mask(make_slots(jnp.array([[True]]), 2), 1).astype(int).tolist()
+    [[1, 1, 0, 0, 1], [1, 1, 0, 0, 1], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
+
     Args:
         slots: of denoising, which come first.
         queries: number of chosen ones.

@@ -5,13 +5,13 @@ As in detrex (e244e6c), with the same defaults.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax.models.heads.boxes import iou, to_corners
 from rope_jax.models.heads.detection import Detections, Targets, best_detections, extents
@@ -25,12 +25,7 @@ from rope_jax.models.heads.dino.denoising import (
 from rope_jax.models.heads.dino.levels import padding_mask
 from rope_jax.models.heads.dino.losses import box_losses, match_targets
 from rope_jax.models.heads.dino.options import DinoOptions
-from rope_jax.models.heads.dino.transformer import (
-    ExtraQueries,
-    Transformer,
-    check_tokens,
-    inverse_sigmoid,
-)
+from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.heads.head import Head, Maps, register_head
 from rope_jax.models.heads.maps import group_norm
 from rope_jax.models.layers import conv
@@ -84,13 +79,6 @@ class ChannelNeck(nnx.Module):
             outputs.append(x := layer(x))
         return outputs
 
-    def sizes(self, sizes: Sequence[Grid]) -> list[Grid]:
-        """(rows, columns) of the maps that it makes of maps of the given sizes."""
-        sizes = [*sizes[: len(self.same)]]
-        for _ in self.extra:
-            sizes.append(tuple(-(-side // 2) for side in sizes[-1]))
-        return sizes
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +108,6 @@ class Dino(Head):
     task: ClassVar[str] = "detection"
     padded: ClassVar[bool] = True
     strides: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)
-    optional: ClassVar[int] = 1
     scales: ClassVar[tuple[float, ...]] = (2.0, 1.0, 0.5)
     normalised: ClassVar[bool] = False
 
@@ -145,7 +132,7 @@ class Dino(Head):
         self,
         maps: Maps,
         *,
-        image_size: Grid | None = None,
+        image_size: Grid,
         extent: Int[Array, "B 2"] | None = None,
         targets: Targets | None = None,
         train: bool = False,
@@ -155,14 +142,24 @@ class Dino(Head):
 
         Args:
             maps: of the backbone or its pyramid, of strides 8 to 32 or 64.
-            image_size: (height, width) in pixels; needed with `extent`.
+            image_size: (height, width) in pixels.
             extent: rows and columns of each image before padding; None without padding.
             targets: in training, for denoising; None for none.
             train: whether to add queries of denoising.
             key: for denoising.
+
+        Raises:
+            ValueError: there are fewer tokens than queries.
         """
         maps = self.neck(maps)
         sizes, batch = [x.shape[1:3] for x in maps], maps[0].shape[0]
+        tokens, queries = sum(math.prod(size) for size in sizes), self.options.queries
+        if tokens < queries:
+            raise ValueError(
+                f"queries={queries} are chosen among the tokens of all maps, which are {tokens} "
+                f"for images of {image_size[0]}x{image_size[1]} pixels: use larger images, or "
+                f"fewer queries, head=dino(queries={tokens})"
+            )
         if extent is None:
             padding = [jnp.zeros((batch, *size), bool) for size in sizes]
         else:
@@ -184,18 +181,18 @@ class Dino(Head):
         boxes = [*(x[:, count:] for x in boxes), decoded.proposals]
         return DinoPredictions(jnp.stack(logits), jnp.stack(boxes), extent, denoising)
 
-    def check_maps(self, sizes: Sequence[Grid], image_size: Grid) -> None:
-        height, width = image_size
-        tokens = sum(math.prod(size) for size in self.neck.sizes(sizes))
-        check_tokens(tokens, self.options.queries, f"images of {height}x{width} pixels")
+    def start(
+        self, targets: Targets, slots: Slots, key: Array
+    ) -> tuple[Float[Array, "B D C"], Float[Array, "B D 4"], Bool[Array, "T T"]]:
+        """The queries of denoising: content, boxes, and the mask of all queries that attend.
 
-    def start(self, targets: Targets, slots: Slots, key: Array) -> ExtraQueries:
-        """The queries of denoising; those of rows that are padding are 0, and their boxes 1/2."""
+        Content of rows that are padding is 0, and their boxes are 1/2.
+        """
         boxes, labels = disturb(targets, slots, self.out_features, key)
         real = (targets.real[:, slots.row] & slots.used)[..., None]
         content = jnp.where(real, self.label_embed[...][labels], 0)
         references = jnp.where(real, jax.nn.sigmoid(inverse_sigmoid(boxes)), 0.5)
-        return ExtraQueries(content, references, attention_mask(slots, self.options.queries))
+        return content, references, attention_mask(slots, self.options.queries)
 
     def result(self, predictions: DinoPredictions, image_size: Grid) -> Detections:
         """The highest-scoring detections of the last layer, in pixels."""

@@ -7,7 +7,6 @@ Source: Zhu et al., arXiv 2010.04159, section 4.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rope_jax.models.heads.queries import sines
 from rope_jax.positions.grids import Grid
 
 
@@ -34,25 +34,6 @@ def padding_mask(extent: Int[Array, "B 2"], image_size: Grid, size: Grid) -> Boo
         for axis, (count, pixels) in enumerate(zip(size, image_size, strict=True))
     )
     return ~(rows[:, :, None] & columns[:, None, :])
-
-
-def sines(coordinates: Float[Array, "*N D"], features: int) -> Float[Array, "*N F"]:
-    """Sines and cosines, in turn, of each coordinate times 2 pi over 10000^(2 i / features).
-
-    >>> [round(x, 4) for x in sines(jnp.array([0.125]), 4).tolist()]
-    [0.7071, 0.7071, 0.0079, 1.0]
-
-    Args:
-        coordinates: D of each point.
-        features: of each coordinate, an even number.
-
-    Returns:
-        F = D x features channels.
-    """
-    scales = (10000 ** (np.arange(0, features, 2) / features)).astype(np.float32)
-    angles = (coordinates * (2 * math.pi))[..., None] / jnp.asarray(scales, coordinates.dtype)
-    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return pairs.reshape(*coordinates.shape[:-1], -1)
 
 
 def map_positions(padding: Bool[Array, "B h w"], width: int) -> Float[Array, "B h w C"]:

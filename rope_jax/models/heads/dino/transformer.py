@@ -16,11 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.heads.dino.levels import (
-    Levels,
-    map_positions,
-    sines,
-)
+from rope_jax.models.heads.dino.levels import Levels, map_positions
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.head import Maps
 from rope_jax.models.heads.maps import flatten
@@ -31,6 +27,7 @@ from rope_jax.models.heads.queries import (
     FeedForward,
     glorot_linear,
     perceptron,
+    sines,
 )
 from rope_jax.models.layers import Linear, layer_norm, torch_linear
 from rope_jax.positions.initializers import conv_init, glorot_init, normal_init
@@ -90,22 +87,6 @@ class BoxMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "B Q C"]) -> Float[Array, "B Q 4"]:
         return perceptron(self.layers, x)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ExtraQueries:
-    """Queries that are added in training, before the chosen ones: those of denoising.
-
-    Attributes:
-        content: of each query.
-        references: their boxes.
-        allowed: mask of queries that attend to each other, including the chosen ones.
-    """
-
-    content: Float[Array, "B D C"]
-    references: Float[Array, "B D 4"]
-    allowed: Bool[Array, "T T"]
 
 
 @jax.tree_util.register_dataclass
@@ -171,14 +152,18 @@ class Transformer(nnx.Module):
         return {}
 
     def __call__(
-        self, maps: Maps, padding: list[Bool[Array, "B _h _w"]], extra: ExtraQueries | None = None
+        self,
+        maps: Maps,
+        padding: list[Bool[Array, "B _h _w"]],
+        extra: tuple[Array, Array, Array] | None = None,
     ) -> Decoded:
         """Encodes maps, chooses queries and decodes them.
 
         Args:
             maps: of `width` channels, as many as `levels`.
             padding: of each map, True for tokens in padding.
-            extra: further queries.
+            extra: content [B, D, C] and boxes [B, D, 4] of queries of denoising, which come before
+                the chosen ones, and the mask [T, T] of all queries that attend; or None.
         """
         levels = Levels.from_padding(padding)
         tokens = flatten(maps)
@@ -194,21 +179,16 @@ class Transformer(nnx.Module):
         content = jnp.broadcast_to(content, (tokens.shape[0], *content.shape))
         allowed = None
         if extra is not None:
-            content = jnp.concatenate([extra.content.astype(tokens.dtype), content], axis=1)
-            references = jnp.concatenate([extra.references, references], axis=1)
-            allowed = extra.allowed
+            more, boxes, allowed = extra
+            content = jnp.concatenate([more.astype(tokens.dtype), content], axis=1)
+            references = jnp.concatenate([boxes, references], axis=1)
         states, refined = self.decode(content, references, tokens, levels, allowed)
         return Decoded(states, references, refined, chosen, jax.nn.sigmoid(logits))
 
     def choose(
         self, tokens: Float[Array, "B S C"], levels: Levels
     ) -> tuple[Float[Array, "B Q C"], Float[Array, "B Q 4"]]:
-        """The tokens with the highest logit of any class, and the logits of their boxes.
-
-        Raises:
-            ValueError: there are fewer tokens than queries.
-        """
-        check_tokens(tokens.shape[1], self.queries, "this image size")
+        """The tokens with the highest logit of any class, and the logits of their boxes."""
         boxes, valid = proposals(levels)
         valid = (valid & ~levels.padding)[..., None]
         states = self.choice_norm(self.choice(jnp.where(valid, tokens, 0)))
@@ -249,24 +229,6 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T 4"]:
         """Boxes after a layer of the decoder, from boxes before it."""
         return jax.nn.sigmoid(self.boxes[layer](states) + inverse_sigmoid(references))
-
-
-def check_tokens(tokens: int, queries: int, images: str) -> None:
-    """Rejects fewer tokens than are chosen among them.
-
-    Args:
-        tokens: of all maps.
-        queries: number of chosen ones.
-        images: description of the images, for the message.
-
-    Raises:
-        ValueError: with what to change.
-    """
-    if tokens < queries:
-        raise ValueError(
-            f"queries={queries} are chosen among the tokens of all maps, which are {tokens} for "
-            f"{images}: use larger images, or fewer queries, head=dino(queries={tokens})"
-        )
 
 
 def proposals(levels: Levels) -> tuple[Float[Array, "B S 4"], Bool[Array, "B S"]]:

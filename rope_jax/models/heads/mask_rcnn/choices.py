@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax.models.heads.boxes import decode, encode, iou, suppress, to_centres, to_corners
-from rope_jax.models.heads.detection import Targets, sides
+from rope_jax.models.heads.detection import sides
 from rope_jax.models.heads.mask_rcnn.options import MaskRcnnOptions
 from rope_jax.models.heads.mask_rcnn.regions import cut_masks
 from rope_jax.positions.grids import Grid
@@ -55,15 +55,9 @@ def anchors_inside(anchors: Float[Array, "A 4"], size: Int[Array, " 2"]) -> Bool
     return (jnp.round(to_centres(anchors)[:, 1::-1]) < size).all(axis=-1)
 
 
-class Objects(NamedTuple):
-    """The objects of an image: corners of their boxes, and False for rows that are padding."""
-
-    boxes: Float[Array, "M 4"]
-    real: Bool[Array, " M"]
-
-
 def assign(
-    objects: Objects,
+    objects: Float[Array, "M 4"],
+    real: Bool[Array, " M"],
     boxes: Float[Array, "N 4"],
     valid: Bool[Array, " N"],
     *,
@@ -77,12 +71,13 @@ def assign(
     `low` at least; of several such objects the last one.
 
     Args:
-        objects: of the image.
+        objects: boxes of the image's objects.
+        real: False for rows of `objects` that are padding.
         boxes: of any kind.
         valid: False for boxes that are left out.
         low, high: intersections over union.
     """
-    overlaps = jnp.where(objects.real[:, None] & valid, iou(objects.boxes[:, None], boxes), -1)
+    overlaps = jnp.where(real[:, None] & valid, iou(objects[:, None], boxes), -1)
     overlaps = jax.lax.optimization_barrier(overlaps)  # rounded once, for the test of equality
     best = overlaps.max(axis=0)
     owners = jnp.where(best < low, 0, jnp.where(best >= high, overlaps.argmax(axis=0) + 1, -1))
@@ -178,25 +173,8 @@ class SampleTargets(NamedTuple):
     masks: Bool[Array, "P T T"]
 
 
-class Example(NamedTuple):
-    """An image, as samples are chosen from it.
-
-    Attributes:
-        targets: the objects with their masks.
-        extent: rows and columns of the image.
-        proposals, scores: of `propose`.
-        draws: random numbers of the anchors, and of the objects and proposals.
-    """
-
-    targets: Targets
-    extent: Int[Array, " 2"]
-    proposals: Float[Array, "P 4"]
-    scores: Float[Array, " P"]
-    draws: tuple[Float[Array, " A"], Float[Array, " N"]]
-
-
 def choose(
-    example: Example,
+    example: tuple,
     anchors: Float[Array, "A 4"],
     stride: int,
     options: MaskRcnnOptions,
@@ -205,7 +183,9 @@ def choose(
     """Samples anchors and boxes of an image, and finds their targets.
 
     Args:
-        example: the image.
+        example: (targets, extent, proposals, scores, draws) of the image: its objects with their
+            masks (`Targets`); its rows and columns, [2]; boxes [P, 4] and scores [P] of `propose`;
+            random numbers of the anchors [A], and of the objects and proposals [M + P].
         anchors: of all maps.
         stride: of the finest map.
         options: of the head.
@@ -213,17 +193,17 @@ def choose(
     """
     targets, extent, proposals, scores, draws = example
     real = targets.real
-    objects = Objects(to_corners(targets.boxes) * sides(extent)[0], real)
+    objects = to_corners(targets.boxes) * sides(extent)[0]
     coarse = 8 * stride  # to cells of which images are padded; padding beyond is that of the batch
     valid = anchors_inside(anchors, -(-extent // coarse) * coarse)
-    owners = assign(objects, anchors, valid, low=0.3, high=0.7)
+    owners = assign(objects, real, anchors, valid, low=0.3, high=0.7)
     number = options.anchor_samples
     chosen_anchors = sample(owners, draws[0], number, number // 2)
-    proposed = assign(objects, proposals, scores >= 0, low=0.5, high=0.5)
+    proposed = assign(objects, real, proposals, scores >= 0, low=0.5, high=0.5)
     owners = jnp.concatenate([jnp.where(real, jnp.arange(len(real)) + 1, -1), proposed])
     number, masks = options.box_samples, options.box_samples // 4
     samples = sample(owners, draws[1], number, masks)
-    boxes = jnp.concatenate([objects.boxes, proposals])[samples.index]
+    boxes = jnp.concatenate([objects, proposals])[samples.index]
     positive, row = samples.owner > 0, samples.owner - 1
     labels = jnp.where(positive, targets.labels[row], jnp.where(samples.owner == 0, classes, -1))
     return SampleTargets(
@@ -237,10 +217,13 @@ def choose(
 
 
 def _steps_to_objects(
-    boxes: Float[Array, "S 4"], samples: Samples, objects: Objects, spread: Sequence[float]
+    boxes: Float[Array, "S 4"],
+    samples: Samples,
+    objects: Float[Array, "M 4"],
+    spread: Sequence[float],
 ) -> Float[Array, "S 4"]:
     """The steps from samples to their objects; 0 for those without an object."""
-    steps = encode(boxes, objects.boxes[samples.owner - 1], spread)
+    steps = encode(boxes, objects[samples.owner - 1], spread)
     return jnp.where(samples.owner[:, None] > 0, steps, 0)
 
 

@@ -17,7 +17,6 @@ from rope_jax.models.heads.head import Head, Maps, register_head
 from rope_jax.models.heads.maps import repeat_cells
 from rope_jax.models.heads.mask_rcnn.choices import (
     RATIOS,
-    Example,
     choose,
     detect,
     make_anchors,
@@ -189,7 +188,8 @@ class MaskRcnn(Head):
             key: for samples; needed with `targets`.
 
         Raises:
-            ValueError: targets without masks or without a key, or maps that `check_maps` rejects.
+            ValueError: targets without masks or without a key, or images whose sides are no whole
+                multiple of those of the first map.
         """
         if targets is not None and (targets.masks is None or key is None):
             raise ValueError(
@@ -197,8 +197,14 @@ class MaskRcnn(Head):
                 "call it with targets=Targets(boxes, labels, masks) and key=jax.random.key(...)"
             )
         batch, rows, columns, _ = maps[0].shape
-        self.check_maps([(rows, columns)], image_size)
-        stride = image_size[0] // rows
+        height, width = image_size
+        stride = height // rows
+        if (height, width) != (stride * rows, stride * columns):
+            raise ValueError(
+                "the head 'mask_rcnn' takes images whose sides are a whole multiple of those of "
+                f"its first map, but {height}x{width} pixels have one of {rows}x{columns} cells: "
+                "use a patch size that is a multiple of 4, or another image size"
+            )
         maps = self.pyramid(maps)
         levels = self.anchor_head(maps)
         extent = extents(extent, image_size, batch)
@@ -216,18 +222,8 @@ class MaskRcnn(Head):
             jax.random.uniform(k, (batch, n), scores.dtype)
             for k, n in zip(jax.random.split(key), counts, strict=True)
         )
-        example = Example(targets, extent, proposals, scores, draws)
-        return self.predict_samples(regions, levels, example, jnp.concatenate(anchors), stride)
-
-    def check_maps(self, sizes: Sequence[Grid], image_size: Grid) -> None:
-        (height, width), (rows, columns) = image_size, sizes[0]
-        stride = height // rows
-        if not stride or (height, width) != (stride * rows, stride * columns):
-            raise ValueError(
-                "the head 'mask_rcnn' takes images whose sides are a whole multiple of those of "
-                f"its first map, but {height}x{width} pixels have one of {rows}x{columns} cells: "
-                "use a patch size that is a multiple of 4, or another image size"
-            )
+        examples = (targets, extent, proposals, scores, draws)
+        return self.predict_samples(regions, levels, examples, jnp.concatenate(anchors), stride)
 
     def propose(
         self,
@@ -249,7 +245,7 @@ class MaskRcnn(Head):
         self,
         regions: Callable[..., Array],
         levels: Levels,
-        examples: Example,
+        examples: tuple,
         anchors: Float[Array, "A 4"],
         stride: int,
     ) -> TrainPredictions:
@@ -258,7 +254,7 @@ class MaskRcnn(Head):
         Args:
             regions: (boxes, bins=...) -> their features.
             levels: predictions for anchors.
-            examples: of the batch.
+            examples: of the batch; see `choices.choose`.
             anchors: of all maps.
             stride: of the finest map.
         """
