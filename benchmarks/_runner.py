@@ -118,10 +118,13 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     first = [options[x.name] for x in positional]
     function(keep, *first, *flags, **{x: options[x] for x in named})
     if "columns" in result:
-        rows = [
-            [f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in result["rows"]
-        ]
-        print(format_table(result["columns"], rows))
+        print_table(result["columns"], result["rows"])
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table, with four digits of floating-point numbers."""
+    cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    print(format_table(columns, cells))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -50,7 +50,7 @@ from typing import Any, Literal
 import jax
 
 from benchmarks import _layers, _models, _rotations
-from benchmarks._runner import Keep, earlier_result
+from benchmarks._runner import Keep, earlier_result, print_table
 from benchmarks._timing import Case, machine_limits
 from rope_jax.analysis.timing import Start, Timer, take_turns
 from rope_jax_kernels.accuracy import error
@@ -135,6 +135,9 @@ def run(
         for case in PARTS[part](small=jax.default_backend() != "gpu")
         if (case.group, case.name) not in done and only in f"{case.group}, {case.name}"
     ]
+    if not todo:
+        print_table(COLUMNS, ratios(measured))
+        return
     limits = machine_limits(turns)
     versions = {x: importlib.metadata.version(x) for x in PEERS if importlib.util.find_spec(x)}
     context = {"settings": settings, "limits": limits, "versions": versions}

@@ -95,7 +95,11 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
             f"op={op!r} is not an operation of rope_jax_kernels; use one of "
             f"{list(dispatch.IMPLEMENTATIONS)}"
         )
-    bound = inspect.signature(op).bind(*args, **kwargs)
+    signature = inspect.signature(op)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain({name}, ...): {error}; it takes {name}{signature}") from None
     bound.apply_defaults()
     arguments = {x: y for x, y in bound.arguments.items() if x != "implementation"}
     arrays, put = split_arrays(arguments)

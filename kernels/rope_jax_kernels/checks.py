@@ -8,17 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
+from rope_jax_kernels.attention.patterns import Global, Pattern, Window
 from rope_jax_kernels.rotation import Rotation
 
 LAYOUTS = ("BLND", "BNLD")
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
-# Pattern -> dimensions of its bias.
-BIAS = {
-    Global: "[N, L, L]",
-    Window: "[N, (2h-1)*(2w-1)]",
-    Neighborhood: "[N, 2kh-1, 2kw-1]",
-}
 # Shape of an array: integers, or symbols where `jax.export` leaves a size open.
 Shape = tuple[Any, ...]
 
@@ -174,7 +168,7 @@ def check_terms(
         if bias.shape not in (expected, (1, *expected[1:])):
             raise ValueError(
                 f"bias has shape {bias.shape}; with pattern={pattern} it must be {expected}, that "
-                f"is {BIAS[type(pattern)]} for {part}, or have 1 in place of N if heads share it"
+                f"is {pattern.bias_layout} for {part}, or have 1 in place of N if heads share it"
             )
         bias = jnp.broadcast_to(bias, expected)
     return bias

@@ -137,13 +137,15 @@ class DenseModel(Backbone):
 
     def check_size(self, image_size: Grid) -> None:
         super().check_size(image_size)
+        if not self.padded:
+            return
+        # Such heads refuse maps that are too small when they are called.
         graph, state = nnx.split(self)
 
         def run(state: nnx.State, images: Float[Array, "1 h w 3"]) -> None:
             nnx.merge(graph, state)(images)
 
-        if self.padded:  # such heads refuse maps that are too small when they are called
-            jax.eval_shape(run, state, jax.ShapeDtypeStruct((1, *image_size, 3), jnp.float32))
+        jax.eval_shape(run, state, jax.ShapeDtypeStruct((1, *image_size, 3), jnp.float32))
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         return self.backbone.patterns(part, grid)

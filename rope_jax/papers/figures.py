@@ -118,6 +118,8 @@ class Curves(Lines):
                 printed = find_published(**name, **key)
                 ours = lab.measured(lab.scores(run, side))
                 key = run_key(run) | key | {"quantity": self.quantity}
+                mine = lambda cell: cell.artifact.startswith(f"{self.paper}/")
+                printed.sort(key=mine, reverse=True)
                 shown = [c.value for c in printed if lab.given or c.artifact == "heo/code"]
                 note = explain(lab, run, side, None, ours)
                 made.append(make_cell(key, next(iter(shown), None), ours, note))

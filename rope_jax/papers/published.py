@@ -77,7 +77,7 @@ def recipes() -> tuple[dict[str, Any], ...]:
 def _files() -> dict[str, Any]:
     """The contents of `published/*.json` in the order of their names: papers, and "recipes"."""
     folder = importlib.resources.files("rope_jax.papers") / "published"
-    files = {file.name.removesuffix(".json"): file for file in folder.iterdir()}
+    files = {x.name.removesuffix(".json"): x for x in folder.iterdir() if x.name.endswith(".json")}
     return {name: json.loads(files[name].read_text(encoding="utf-8")) for name in sorted(files)}
 
 

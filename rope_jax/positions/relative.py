@@ -47,6 +47,17 @@ def all_offsets(lengths: Grid) -> Float[np.ndarray, "rows columns 2"]:
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AddBias:
+    """A `Terms.transform` that adds `matrix` [N, L, L] to the logits."""
+
+    matrix: Array | PerLayer
+
+    def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
+        return attend(q, k, v, self.matrix)
+
+
 @scheme("rpb")
 class RelativeBias(Position):
     """A learned bias for each offset, per head and layer, in the form of the stage's attention.
@@ -127,7 +138,7 @@ class RelativeBias(Position):
                     "grow and shrink are geometric for tables of offsets alone, and key_norm=True "
                     "also has a map: leave it out, or choose another rule"
                 )
-            self.relative = False
+            self.acts, self.relative = "transform", False
             ones = jnp.ones((stage.depth, *stage.grid), stage.dtype)
             self.key_scale = nnx.Param(ones, decay=False)
             self.key_bias = nnx.Param(jnp.zeros_like(ones), decay=False)
@@ -150,7 +161,7 @@ class RelativeBias(Position):
             table = jax.lax.rev(table, (2, 3))  # from key minus query to query minus key
         bias = offset_bias(table, self.stage)
         if self.key_scale is not None:
-            return Terms(bias=PerLayer(self._normalize_keys(bias, grid)))
+            return Terms(transform=AddBias(PerLayer(self._normalize_keys(bias, grid))))
         if self.prefix_offsets is not None:
             bias = jnp.concatenate([bias, self.prefix_offsets[...]], axis=2)
         return Terms(bias=PerLayer(bias))

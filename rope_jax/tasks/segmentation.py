@@ -133,7 +133,7 @@ class Segmentation:
         if views.window is not None:
             with blame("--window"):
                 model.grids(views.window)
-        # Windows have their own size: only whole images are resized to sides that the model takes.
+        # Windows have their own size: only whole images are padded to sides that the model takes.
         multiple = side_multiple(model.grids) if views.window is None else 1
         probabilities = model.head.probabilities
         parts, kept, seen = segment_split(

@@ -163,8 +163,8 @@ def load_weights(
         message = f"{file.where!r} holds the weights of {owner}: {'; '.join(different)}"
         if other_model is None:
             raise ValueError(
-                f"{message}. Create the model that was saved, or pass the arrays to "
-                "rope_jax.convert_state_dict, which checks names and shapes only"
+                f"{message}. Create that model; rope_jax.convert_state_dict checks names and "
+                "shapes only"
             )
         other_model(message)
     fill(target, plan, file.read, source, file.where)

@@ -258,6 +258,10 @@ FLAT, MAP = ones((B, 6, N, D)), ones((B, 4, 5, N, D))
 NEAR, PART = Neighborhood((3, 3)), Window((2, 9))
 
 
+class Ours(Neighborhood):
+    """A pattern that another package derives."""
+
+
 def make_rotation(tokens, heads=N):
     return Rotation(ones((tokens, A)), ones((heads, A, R)))
 
@@ -325,6 +329,12 @@ def test_a_batch_of_many_tokens_may_be_empty():
         (
             [MAP] * 3,
             {"pattern": NEAR, "bias": ones((N, 25))},
+            ValueError,
+            r"\(2, 5, 5\).*\[N, 2kh-1, 2kw-1\]",
+        ),
+        (
+            [MAP] * 3,
+            {"pattern": Ours((3, 3)), "bias": ones((N, 25))},
             ValueError,
             r"\(2, 5, 5\).*\[N, 2kh-1, 2kw-1\]",
         ),

@@ -62,8 +62,9 @@ def operands(
     return *rounded, draw(batch, *places, heads, head_dim).astype(dtype)
 
 
-# Of the largest element: in float32, a sum of terms that cancel is off by roundings of the terms.
-CANCELLED = 1e-4
+# Of the largest element, or of 1: gradients of a bias sum terms that cancel, each of which is
+# rounded in float32 (7.8e-6 with windows of one token on 12 x 12); other gradients hardly do.
+CANCELLED = {"out": 0.0, "qkv": 1e-6, "freqs": 1e-6, "bias": 2e-5}
 STATIC = ("pattern", "pairing", "implementation", "packed", "scale")
 
 
@@ -109,7 +110,7 @@ def check(
             continue
         assert kernel[name].dtype == plain[name].dtype
         allowed = allowed_error(error(plain[name], want), dtype, gradient=name != "out")
-        assert error(kernel[name], want) <= allowed + CANCELLED, name
+        assert error(kernel[name], want) <= allowed + CANCELLED[name], name
 
 
 CASES = {

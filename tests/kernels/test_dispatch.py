@@ -324,6 +324,8 @@ def test_explain_refuses_other_functions():
             ValueError, match=r"is not an operation of rope_jax_kernels; use one of \['rotate'"
         ):
             explain(op, X)
+    with pytest.raises(TypeError, match=r"explain\(attention, .*'pattern'; it takes attention\(q"):
+        explain(attention, X, X, X)
     assert {op.__name__ for op, *_ in CALLS} == set(dispatch.IMPLEMENTATIONS)
 
 

@@ -88,6 +88,19 @@ def test_second_derivatives():
 
 
 @pytest.mark.slow
+def test_vmap():
+    case = Case(batch=1, tokens=5, heads=2, head_dim=8, pairs=3)
+    (qkv, coords, freqs), (other, *_) = (draw_operands(case, seed) for seed in range(2))
+    args, axes = (np.stack([qkv, other]), coords, np.stack([freqs, 2 * freqs])), (0, None, 0)
+    result, plain = (
+        jax.jit(jax.vmap(functools.partial(call_unpack, case, implementation=kind), axes))(*args)
+        for kind in ("triton", "xla")
+    )
+    for x, expected in zip(result, plain, strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.slow
 def test_programs_of_many_batch_items(monkeypatch):
     # Simulates a large problem: the second program has fewer items.
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)

@@ -207,7 +207,7 @@ REFUSED = {
         PLAIN | {"head": PLAIN["head"].replace("none", "multilevel")},
     ),
     # Only backbones of dense prediction drop a class token or a last norm without an error.
-    "class_token is True there and False here.*Create the model that was saved": (
+    "class_token is True there and False here.*Create that model": (
         TINY,
         BACKBONE | {"class_token": False, "pooling": "mean"},
     ),
@@ -344,6 +344,14 @@ SEGMENTER_SHAPES = {
     "decode_head.patch_proj.weight": (8, 8),
 }
 COUNTED = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
+
+
+def test_mmsegmentation_transposes_two_arrays_of_the_authors_segmenter():
+    model = make_filled_model("deit_ti16", **SEGMENTER)
+    mmseg, authors = (export_state_dict(model, source=name) for name in ("mmseg", "segmenter"))
+    for name, other in (("patch_proj", "proj_patch"), ("classes_proj", "proj_classes")):
+        weight = mmseg[f"decode_head.{name}.weight"]
+        np.testing.assert_array_equal(weight.T, authors[f"decoder.{other}"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from flax import nnx
 
 from rope_jax.data.images.masks import decode_masks, encode_outline
 from rope_jax.models.heads.detection import Targets, scale_boxes
-from rope_jax.models.heads.mask_rcnn.choices import make_anchors
+from rope_jax.models.heads.mask_rcnn.choices import Example, make_anchors
 from rope_jax.models.heads.mask_rcnn.losses import region_losses
 from rope_jax.models.heads.mask_rcnn.regions import align
 from rope_jax.weights import export_state_dict
@@ -113,7 +113,7 @@ def make_example(case, arrays, anchors, proposals, scores):
     scaled = scale_boxes(jnp.asarray(boxes), extents)
     targets = Targets(scaled, jnp.asarray(labels), jnp.asarray(masks))
     draws = (jnp.asarray(anchor_draws), jnp.asarray(draws))
-    return targets, extents, proposals, scores, draws
+    return Example(targets, extents, proposals, scores, draws)
 
 
 def test_losses_and_gradients_for_the_official_samples(detector):

@@ -14,6 +14,7 @@ from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
 from rope_jax.weights.convert import name_table
 from tests.parity.test_convert import VIT, all_weights, assert_near, assert_same, logits, small
 from tests.slow import some_slow
+from tests.training.recipe import largest_file
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.
 TABLES = [
@@ -175,3 +176,13 @@ def test_names_without_a_saved_model_are_refused(tmp_path):
         rope_jax.create_model(str(path))
     with pytest.raises(ValueError, match=r"must end in \.safetensors, or be a folder"):
         rope_jax.save_pretrained(small("deit3_s16", "ape"), path)
+
+
+def test_a_failed_save_keeps_the_previous_file(tmp_path):
+    model, other = (small("deit3_s16", "ape", seed=seed) for seed in (0, 1))
+    rope_jax.save_pretrained(model, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with largest_file(1000), pytest.raises(OSError, match="could not be written"):
+        rope_jax.save_pretrained(other, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -80,6 +80,12 @@ def test_invalid_texts_raise_only_value_errors(text):
         ("lape(gpe,join=unshare)", "join=unshare"),
         ("irpe(alpha=0.5)", "alpha=0.5"),
         ("irpe(gamma=1)", "gamma=1.0"),
+        ("cpb(hidden=0)", "hidden must be"),
+        ("alibi2d(scale=0)", "scale must be"),
+        ("dinov3(jitter=0.5)", "jitter must be"),
+        ("dinov3(rescale=0.9)", "rescale must be"),
+        ("sincos1d(base=0)", "base must be"),
+        ("sincos2d(base=0)", "base must be"),
         ("dinov3(max_period=3)", "max_period=3.0"),
         ("dinov3(min_period=3,max_period=2)", "min_period=3.0"),
     ],
@@ -92,9 +98,11 @@ def test_unknown_names_and_values_are_refused_with_advice(text, words):
 @pytest.mark.parametrize("name", list_positions())
 def test_every_option_has_allowed_values(name):
     for option in find_options(SCHEMES[name].__init__):
-        arguments = [*["ape"] * SCHEMES[name].wraps, f"{option}=unheard_of"]
-        with pytest.raises(ValueError, match=f"{option} must be"):
-            scheme(f"{name}({','.join(arguments)})")
+        words = f"{option}(=-1|, a block,)? (must be|does not fit)"
+        for value in ("unheard_of", "-1"):
+            arguments = [*["ape"] * SCHEMES[name].wraps, f"{option}={value}"]
+            with pytest.raises(ValueError, match=words):
+                scheme(f"{name}({','.join(arguments)})")
 
 
 WINDOWS, NEAR = Window((2, 2)), Neighborhood((3, 3))

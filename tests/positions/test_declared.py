@@ -79,9 +79,7 @@ def queries_and_keys(position, grid, layer):
 
 
 def spread(table, grid):
-    """The biases of all pairs, from a matrix or a table of offsets."""
-    if np.ndim(table) == 3:
-        return np.asarray(table)
+    """The biases of all pairs in a table of offsets."""
     (rows, columns), (height, width) = np.indices(grid).reshape(2, -1), grid
     y, x = rows[:, None] - rows + height - 1, columns[:, None] - columns + width - 1
     return np.asarray(table)[:, y * (2 * width - 1) + x]

@@ -32,14 +32,13 @@ PATTERNS = {
     "dilated neighbourhoods": Neighborhood((3, 3), (1, 2)),
 }
 TEXTS = {"lape": "lape(ape)", "cpb": "cpb(hidden=8)"}
-NAMES = ["rope_log", "rpb(key_norm=True)", *list_positions()]
+NAMES = ["rope_log", *list_positions()]
 PAIRS = [
     (name, pattern)
     for name in NAMES
     for pattern in PATTERNS
-    # Biases that depend on queries or have a norm do not support windows (those of ViTs:
-    # tests/models).
-    if name not in ("irpe", "decomposed", "rpb(key_norm=True)") or pattern == "global"
+    # Biases that depend on queries do not support windows (those of ViTs: tests/models).
+    if name not in ("irpe", "decomposed") or pattern == "global"
 ]
 # A rotation on the map, one by windows, a table of each kind.
 FAST = [
@@ -67,9 +66,7 @@ def mask_and_bias(pattern, table):
     length = GRID[0] * GRID[1]
     mask, bias = np.full((length, length), -np.inf), np.zeros((HEADS, length, length))
     mask[q, k] = 0
-    if table is not None and table.shape[-2:] == (length, length):
-        bias = np.asarray(table)
-    elif table is not None:
+    if table is not None:
         bias[:, q, k] = np.asarray(table).reshape(len(table), -1)[:, entry]
     return mask, bias
 

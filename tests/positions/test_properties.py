@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rope_jax.positions.scheme import PerLayer, _add
 from tests.positions import schemes
 from tests.positions.schemes import ALL, CHANNELS, SINGLE, normal, params
 
@@ -80,8 +81,9 @@ def test_a_sum_has_the_terms_of_its_parts_and_adds_up_those_of_one_kind():
 
 
 def test_a_matrix_of_biases_is_not_added_to_a_table_of_offsets():
+    matrix, table = jnp.zeros((1, 18, 18)), jnp.zeros((2, 1, 5 * 11))  # of a scheme of one's own
     with pytest.raises(ValueError, match="a matrix of biases to a table of offsets: use one"):
-        scheme("rpb(key_norm=True)+alibi2d", prefix=1).terms((3, 6))
+        _add(matrix, PerLayer(table))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command that lists the schemes, and the table of the README."""
+"""The command that lists the schemes."""
 
 import pytest
 

@@ -13,10 +13,11 @@ def test_programs_are_kept_in_the_cache_folder_unless_the_user_has_another(
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", chosen)
-    keep_compiled()
-    kept = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", before)
-    assert kept == (chosen or str(tmp_path / "xla"))
+    try:
+        keep_compiled()
+        assert jax.config.jax_compilation_cache_dir == (chosen or str(tmp_path / "xla"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_standalone_kernels_use_the_same_cache_folder(tmp_path, monkeypatch):

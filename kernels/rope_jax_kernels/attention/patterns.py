@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 Pair = tuple[int, int]
 Places = tuple[int, ...]
@@ -31,7 +31,13 @@ def to_pair(name: str, value: Any, lowest: int) -> Pair:
 
 
 class _Pattern(abc.ABC):
-    """The interface of all patterns."""
+    """The interface of all patterns.
+
+    Attributes:
+        bias_layout: the dimensions of the bias, in error messages.
+    """
+
+    bias_layout: ClassVar[str]
 
     def rotated_tokens(self, places: Places) -> int:
         """Length of `rotation.coords` for an example of this shape."""
@@ -54,6 +60,8 @@ class Global(_Pattern):
         >>> Global().bias_shape(heads=6, places=(197,))
         (6, 197, 197)
     """
+
+    bias_layout = "[N, L, L]"
 
     def bias_shape(self, heads: int, places: Places) -> tuple[int, int, int]:
         (tokens,) = places
@@ -88,6 +96,7 @@ class Window(_Pattern):
 
     size: Pair
     shift: Pair = (0, 0)
+    bias_layout = "[N, (2h-1)*(2w-1)]"
 
     def __post_init__(self):
         object.__setattr__(self, "size", to_pair("size", self.size, 1))
@@ -149,6 +158,7 @@ class Neighborhood(_Pattern):
 
     size: Pair
     dilation: Pair = (1, 1)
+    bias_layout = "[N, 2kh-1, 2kw-1]"
 
     def __post_init__(self):
         object.__setattr__(self, "size", to_pair("size", self.size, 1))

@@ -11,7 +11,7 @@ import numpy as np
 
 from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, cache_index, write_index
-from rope_jax.system.files import read_regular
+from rope_jax.system.files import open_regular, read_regular
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VALIDATION = "ILSVRC2012_img_val.tar"
@@ -45,7 +45,8 @@ class ImageNet(Source):
     def __init__(self, path: str, split: str):
         archive = Path(path, TRAIN if split == "train" else VALIDATION).resolve()
         self._archive = archive
-        facts = archive.stat()
+        with open_regular(archive):  # tarfile would wait for the content of a pipe
+            facts = archive.stat()
         kits = [Path(path, SYNSETS), Path(path, DEVKIT)] if split == "test" else []
         labels = [kit.stat() for kit in kits if kit.is_file()]
         versions = [(kit.st_size, kit.st_mtime_ns) for kit in labels]

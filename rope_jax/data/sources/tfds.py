@@ -97,6 +97,8 @@ def _builder(path: str) -> Any:
             "data source 'tfds' needs tensorflow-datasets: pip install 'rope_jax[data]'"
         ) from error
 
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"{path} is not a folder of tensorflow-datasets")
     builder = tfds.builder_from_directory(path)
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
         raise ValueError(

@@ -155,15 +155,16 @@ class Transformer(nnx.Module):
         self,
         maps: Maps,
         padding: list[Bool[Array, "B _h _w"]],
-        extra: tuple[Array, Array, Array] | None = None,
+        extra: tuple[Float[Array, "B D C"], Float[Array, "B D 4"], Bool[Array, "T T"]]
+        | None = None,
     ) -> Decoded:
         """Encodes maps, chooses queries and decodes them.
 
         Args:
             maps: of `width` channels, as many as `levels`.
             padding: of each map, True for tokens in padding.
-            extra: content [B, D, C] and boxes [B, D, 4] of queries of denoising, which come before
-                the chosen ones, and the mask [T, T] of all queries that attend; or None.
+            extra: content and boxes of queries of denoising, which come before the chosen ones, and
+                the mask of all queries that attend; or None.
         """
         levels = Levels.from_padding(padding)
         tokens = flatten(maps)

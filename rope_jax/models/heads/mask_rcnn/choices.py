@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax.models.heads.boxes import decode, encode, iou, suppress, to_centres, to_corners
-from rope_jax.models.heads.detection import sides
+from rope_jax.models.heads.detection import Targets, sides
 from rope_jax.models.heads.mask_rcnn.options import MaskRcnnOptions
 from rope_jax.models.heads.mask_rcnn.regions import cut_masks
 from rope_jax.positions.grids import Grid
@@ -173,8 +173,25 @@ class SampleTargets(NamedTuple):
     masks: Bool[Array, "P T T"]
 
 
+class Example(NamedTuple):
+    """An image, as samples are chosen from it.
+
+    Attributes:
+        targets: the objects with their masks.
+        extent: rows and columns of the image.
+        proposals, scores: of `propose`.
+        draws: random numbers of the anchors, and of the objects and proposals.
+    """
+
+    targets: Targets
+    extent: Int[Array, " 2"]
+    proposals: Float[Array, "P 4"]
+    scores: Float[Array, " P"]
+    draws: tuple[Float[Array, " A"], Float[Array, " N"]]
+
+
 def choose(
-    example: tuple,
+    example: Example,
     anchors: Float[Array, "A 4"],
     stride: int,
     options: MaskRcnnOptions,
@@ -183,9 +200,7 @@ def choose(
     """Samples anchors and boxes of an image, and finds their targets.
 
     Args:
-        example: (targets, extent, proposals, scores, draws) of the image: its objects with their
-            masks (`Targets`); its rows and columns, [2]; boxes [P, 4] and scores [P] of `propose`;
-            random numbers of the anchors [A], and of the objects and proposals [M + P].
+        example: the image.
         anchors: of all maps.
         stride: of the finest map.
         options: of the head.

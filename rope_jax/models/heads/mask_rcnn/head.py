@@ -17,6 +17,7 @@ from rope_jax.models.heads.head import Head, Maps, register_head
 from rope_jax.models.heads.maps import repeat_cells
 from rope_jax.models.heads.mask_rcnn.choices import (
     RATIOS,
+    Example,
     choose,
     detect,
     make_anchors,
@@ -222,7 +223,7 @@ class MaskRcnn(Head):
             jax.random.uniform(k, (batch, n), scores.dtype)
             for k, n in zip(jax.random.split(key), counts, strict=True)
         )
-        examples = (targets, extent, proposals, scores, draws)
+        examples = Example(targets, extent, proposals, scores, draws)
         return self.predict_samples(regions, levels, examples, jnp.concatenate(anchors), stride)
 
     def propose(
@@ -245,7 +246,7 @@ class MaskRcnn(Head):
         self,
         regions: Callable[..., Array],
         levels: Levels,
-        examples: tuple,
+        examples: Example,
         anchors: Float[Array, "A 4"],
         stride: int,
     ) -> TrainPredictions:
@@ -254,7 +255,7 @@ class MaskRcnn(Head):
         Args:
             regions: (boxes, bins=...) -> their features.
             levels: predictions for anchors.
-            examples: of the batch; see `choices.choose`.
+            examples: of the batch.
             anchors: of all maps.
             stride: of the finest map.
         """
