@@ -139,7 +139,8 @@ def _reproduce(parser: CommandParser, args: argparse.Namespace) -> None:
         if not (args.ids or args.plan):
             print(format_table(*_list(artifacts, lab)))
             return
-        if not (lab.small_scale or lab.given or lab.data or (args.plan and lab.scale == "full")):
+        own = lab.given is not None
+        if not (lab.small_scale or own or lab.data or (args.plan and lab.scale == "full")):
             images = {
                 "released": "the folder of ImageNet's validation images, by class",
                 "full": "the folder of ImageNet; --plan prints the commands",
