@@ -62,9 +62,10 @@ def operands(
     return *rounded, draw(batch, *places, heads, head_dim).astype(dtype)
 
 
-# Of the largest element, or of 1: gradients of a bias sum terms that cancel, each of which is
-# rounded in float32 (7.8e-6 with windows of one token on 12 x 12); other gradients hardly do.
-CANCELLED = {"out": 0.0, "qkv": 1e-6, "freqs": 1e-6, "bias": 2e-5}
+# Gradients sum terms that cancel, each of which is rounded in float32: parts of the largest
+# element, or of 1. Where a key is attended alone, the gradient of its bias is 0, and nothing but
+# these roundings is left.
+CANCELLED, ALL_CANCELLED = 4e-7, 4e-6
 STATIC = ("pattern", "pairing", "implementation", "packed", "scale")
 
 
@@ -110,7 +111,9 @@ def check(
             continue
         assert kernel[name].dtype == plain[name].dtype
         allowed = allowed_error(error(plain[name], want), dtype, gradient=name != "out")
-        assert error(kernel[name], want) <= allowed + CANCELLED[name], name
+        if name != "out":
+            allowed += CANCELLED if want.any() else ALL_CANCELLED
+        assert error(kernel[name], want) <= allowed, name
 
 
 CASES = {
