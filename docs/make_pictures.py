@@ -30,9 +30,9 @@ CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)")
 # Without axial_rope(k_rope=1), which is 20 to 35 points lower and would hide the differences.
-TINY_CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", "axial_rope", "axial_rope(k_rope=8)")
-_INTERPOLATED = ["rope2d(extend=interpolate)", "rope_mixed(extend=interpolate)"]
-INTERPOLATED_CURVES = ("ape", "rope2d", "rope_mixed", *_INTERPOLATED)
+_BOTH = ["ape", "rope2d", "rope_mixed"]  # of the same colours in both pictures
+TINY_CURVES = (*_BOTH, "none", "rpb", "axial_rope", "axial_rope(k_rope=8)")
+INTERPOLATED_CURVES = (*_BOTH, "rope2d(extend=interpolate)", "rope_mixed(extend=interpolate)")
 Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
 
 

@@ -33,7 +33,7 @@ def rows(position, *accuracies, first_seed=0):
     ]
 
 
-def test_claims_are_judged_by_all_seeds_and_narrow_verdicts_are_tested_again():
+def test_claims_are_judged_by_all_seeds_and_again_by_later_ones():
     base = rows("ape", 50, 51, 52, 53, 54)
     claims = {
         "a paper": (
@@ -69,7 +69,12 @@ def test_claims_are_judged_by_all_seeds_and_narrow_verdicts_are_tested_again():
         more = rows("narrow", *(40, 41, 42, 43, 44)[:count], first_seed=5)
         table = evidence.tabulate_verdicts([*runs, *again, *more], one)
         assert table["rows"][0][3] == f"+2.0 ± 1.5, shown<br>{text}"
+        by_size = [line.partition("; ")[2] for line in table["rows"][0][4].split("<br>")]
+        assert by_size == ([text, text] if count == 5 else ["", ""])
         assert evidence.is_complete([table]) == (count == 5)
+    clear = [*runs, *again, *rows("wide", 60, 61, 62, 63, 64, first_seed=5)]
+    table = evidence.tabulate_verdicts(clear, claims)
+    assert table["rows"][0][3] == "+10.1 ± 0.3, shown<br>seeds 5 to 9: +10.0 ± 0.0, shown"
 
 
 def test_attention_is_compared_by_size_number_and_block():
