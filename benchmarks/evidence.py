@@ -170,7 +170,10 @@ def is_narrow(verdict: Verdict, margin: float) -> bool:
 def verdict_texts(
     claim: Claim, rows: Sequence[Row], value: Value = top1, digits: int = 1
 ) -> list[str]:
-    """The verdict of the first seeds, and that of seeds 5 to 9 once all five are there."""
+    """The verdict of the first seeds, and that of seeds 5 to 9 once all five are there.
+
+    Before, `AGAIN` says that the first verdict is narrow.
+    """
     first = [row for row in rows if row["seed"] < SEEDS]
     verdict = judge_claim(claim, first, value)
     planned = min(FEWER_SEEDS.get(x, SEEDS) for x in (claim.better, claim.worse))
@@ -244,7 +247,7 @@ def tabulate_verdicts(rows: Sequence[Row], claims: Mapping[str, Sequence[Claim]]
         "rows": lines,
         "note": "Differences in points of top-1 accuracy on "
         f"{rows[0]['eval'][0]['count']:,} test images, with 95 % intervals over seeds 0 to 4, or "
-        "three of them.",
+        "three of them, unless stated otherwise.",
     }
 
 
@@ -265,7 +268,7 @@ def tabulate_attention(rows: Sequence[Row]) -> Table:
         "columns": ["claim", "number", "block", *(f"{side} px" for side in SIDES)],
         "rows": lines,
         "note": f"Mean over heads and {rows[0]['eval'][0]['count']:,} test images; differences "
-        "with 95 % intervals over seeds 0 to 4.",
+        "with 95 % intervals over seeds 0 to 4, unless stated otherwise.",
     }
 
 

@@ -29,8 +29,8 @@ FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)")
-# Without axial_rope(k_rope=1), which is 20 to 35 points lower and would hide the differences.
 _BOTH = ["ape", "rope2d", "rope_mixed"]  # of the same colours in both pictures
+# Without axial_rope(k_rope=1), which is 20 to 35 points lower and would hide the differences.
 TINY_CURVES = (*_BOTH, "none", "rpb", "axial_rope", "axial_rope(k_rope=8)")
 INTERPOLATED_CURVES = (*_BOTH, "rope2d(extend=interpolate)", "rope_mixed(extend=interpolate)")
 Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
